@@ -1,0 +1,71 @@
+"""Paged attention as an attention implementation of transformers.
+
+One registered function serves every architecture whose layers pass through
+`cache.update(..., kwargs=kwargs)`. No mask function is registered with it: transformers then builds
+no mask at all, which is what a causal, right-padded engine wants.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import PromptStateError
+from ..state import CACHE_KWARG, LayerHandle
+from .paged import AttentionOptions, paged_attention
+
+ATTENTION_NAME = "longstraw"
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls; returns `[B, T, H, Dv]`."""
+    handle: LayerHandle | None = kwargs.get(CACHE_KWARG)
+    if handle is None:
+        # Without a mask, attention without its cache would score responses as if there were no
+        # prompt, and nothing would look wrong.
+        raise PromptStateError(
+            f"{type(module).__name__} ran without LongStraw's cache, so it cannot see the prompt. "
+            "The layer dropped the cache (re-entrant gradient checkpointing does): use "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}, or '
+            "gradient_checkpointing=False."
+        )
+    if dropout:
+        raise PromptStateError(
+            f"{type(module).__name__} applies attention dropout {dropout}; a replay would draw "
+            "another mask than the capture. Set attention_dropout=0 in the model's config."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap)
+    out = paged_attention(query, key, value, s_aux, handle, options)
+    return out.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_function)
+
+
+@contextmanager
+def paged_attention_on(decoder: nn.Module) -> Iterator[None]:
+    """Let `decoder`'s layers attend through pages inside the context, and as before after it."""
+    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = ATTENTION_NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]

@@ -1,0 +1,151 @@
+"""The definition: prompt and response in one sequence, one graph, no cache, no chunks.
+
+Everything the engine does is compared with this, parameter by parameter. It uses the model's own
+eager attention and shares no code with the engine's passes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..engine import GroupScores
+from ..errors import UnsupportedModelError
+from ..models import RouterSums
+from ..models.registry import SERVED_FAMILIES
+from ..segments import PromptGroup
+
+_STOPPED_NAME = "longstraw_stopped_definition"
+_prompt_len: list[int] = []
+
+
+def full_sequence_step(
+    model: nn.Module,
+    groups: Sequence[PromptGroup],
+    loss_of: Callable[[list[GroupScores]], Tensor],
+    *,
+    prompt_gradient: str = "exact",
+    temperature: float = 1.0,
+    with_router: bool = False,
+) -> Tensor:
+    """Add the gradient of `loss_of` to the parameters' `.grad`, the plain way.
+
+    Args:
+        model: the causal LM, or a PEFT model around one.
+        groups, loss_of: as for `Engine.accumulate`.
+        prompt_gradient: "stopped" detaches keys and values of all prompt tokens but the last.
+        temperature: logits are divided by it.
+        with_router: give the loss routing sums.
+
+    Returns:
+        The loss, detached.
+    """
+    scores = []
+    for group in groups:
+        rows = [
+            full_sequence_scores(
+                model,
+                group.prompt_ids,
+                ids,
+                prompt_gradient=prompt_gradient,
+                temperature=temperature,
+                with_router=with_router,
+            )
+            for ids in group.completion_ids
+        ]
+        width = max(ids.numel() for ids in group.completion_ids)
+        scores.append(
+            GroupScores(
+                torch.stack([nn.functional.pad(s.logps[0], (0, width - s.logps.shape[1])) for s in rows]),
+                torch.stack(
+                    [nn.functional.pad(s.entropies[0], (0, width - s.entropies.shape[1])) for s in rows]
+                ),
+                RouterSums.cat([s.router for s in rows if s.router]) if with_router else None,
+            )
+        )
+    loss = loss_of(scores)
+    loss.backward()
+    return loss.detach()
+
+
+def full_sequence_scores(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    completion_ids: Tensor,
+    *,
+    prompt_gradient: str = "exact",
+    temperature: float = 1.0,
+    with_router: bool = False,
+) -> GroupScores:
+    """Scores `[1, R]` of one response, with the graph of the whole sequence.
+
+    Args:
+        prompt_ids: `[P]`; completion_ids: `[R]`.
+    """
+    token_ids = torch.cat([prompt_ids, completion_ids])[None]
+    num_constant = prompt_ids.numel() - 1 if prompt_gradient == "stopped" else 0
+    options: dict[str, Any] = {"output_router_logits": True} if with_router else {}
+    with _prompt_state_constant(model, num_constant):
+        output = model(input_ids=token_ids, use_cache=False, **options)
+    logits = output.logits[0, prompt_ids.numel() - 1 : -1]
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    log_p = torch.log_softmax(logits, dim=-1)
+    logps = log_p.gather(-1, completion_ids[:, None]).squeeze(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    router = _router_sums(model, output.router_logits) if with_router else None
+    return GroupScores(logps[None], entropies[None], router)
+
+
+def _router_sums(model: nn.Module, router_logits: Sequence[Tensor]) -> RouterSums:
+    config = model.config  # type: ignore[attr-defined]
+    field = SERVED_FAMILIES[config.model_type].router_top_k
+    assert field is not None
+    probs = [torch.softmax(logits, dim=-1) for logits in router_logits]
+    chosen = [p.topk(getattr(config, field), dim=-1).indices.flatten() for p in probs]
+    counts = torch.stack([c.bincount(minlength=p.shape[-1]) for c, p in zip(chosen, probs, strict=True)])
+    num_rows = torch.tensor([float(sum(p.shape[0] for p in probs))])
+    return RouterSums(
+        counts.sum(0).float()[None], torch.stack([p.sum(0) for p in probs]).sum(0)[None], num_rows
+    )
+
+
+@contextmanager
+def _prompt_state_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
+    """Run the model's eager attention with the first `num_tokens` keys and values detached."""
+    name = _STOPPED_NAME if num_tokens else "eager"
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
+    _prompt_len.append(num_tokens)
+    try:
+        for config in configs.values():
+            if hasattr(config, "_attn_implementation"):
+                config._attn_implementation = name
+        yield
+    finally:
+        _prompt_len.pop()
+        for key, config in configs.items():
+            if hasattr(config, "_attn_implementation"):
+                config._attn_implementation = before[key]
+
+
+def _stopped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedModelError(
+            f"{type(module).__module__} has no eager_attention_forward to take as definition."
+        )
+    n = _prompt_len[-1]
+    key = torch.cat([key[..., :n, :].detach(), key[..., n:, :]], dim=-2)
+    value = torch.cat([value[..., :n, :].detach(), value[..., n:, :]], dim=-2)
+    return eager(module, query, key, value, *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_STOPPED_NAME, _stopped_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_STOPPED_NAME, eager_mask)

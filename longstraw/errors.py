@@ -1,0 +1,37 @@
+"""The errors LongStraw raises. Each says what was found, what is needed and what to change."""
+
+
+class LongStrawError(Exception):
+    """Base of every error raised on purpose by LongStraw."""
+
+
+class ConfigError(LongStrawError, ValueError):
+    """An option, or a combination of options, that cannot be honoured."""
+
+
+class ShapeError(LongStrawError, ValueError):
+    """Tensors or token sequences whose sizes do not fit together."""
+
+
+class DataError(LongStrawError, ValueError):
+    """A dataset row, a prompt or a reward that cannot be used."""
+
+
+class UnsupportedModelError(LongStrawError, NotImplementedError):
+    """A model that the engine does not serve; running it could be silently wrong."""
+
+
+class PromptStateError(LongStrawError, RuntimeError):
+    """Captured state used in a way that it does not allow."""
+
+
+class StalePromptStateError(PromptStateError):
+    """State captured with weights that the policy no longer has."""
+
+
+class MemoryPlanError(LongStrawError, RuntimeError):
+    """State that would not fit the byte budget."""
+
+
+class RankMismatchError(LongStrawError, RuntimeError):
+    """Ranks that disagree on something they must share."""

@@ -1,0 +1,106 @@
+"""Where an update's time and memory go, phase by phase; progress bars for what takes long.
+
+Knows phases, seconds, tokens and bytes; knows nothing of what a phase does.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+PHASES = ("rollout", "capture", "score", "loss", "replay", "prompt_backward")
+"""The phases of an update in their order."""
+
+_BAR_FROM_TOKENS = 1024
+
+
+@dataclass
+class PhaseRecord:
+    """Totals of one phase.
+
+    Attributes:
+        seconds: wall time.
+        tokens: tokens passed through the model.
+        peak_bytes: highest memory while the phase ran: allocated on the device with CUDA, else
+            resident memory of the process (0 where the system does not tell).
+        calls: how often the phase was entered.
+    """
+
+    phase: str
+    seconds: float = 0.0
+    tokens: int = 0
+    peak_bytes: int = 0
+    calls: int = 0
+
+
+class Ledger:
+    """Adds up what each phase took.
+
+    Attributes:
+        state_bytes: most bytes of captured state and cotangents held so far.
+        num_captures: prompts captured.
+    """
+
+    def __init__(self, device: torch.device, progress: bool = False) -> None:
+        self.device = device
+        self.progress = progress
+        self.state_bytes = 0
+        self.num_captures = 0
+        self._records = {phase: PhaseRecord(phase) for phase in PHASES}
+
+    @contextmanager
+    def phase(self, name: str, tokens: int) -> Iterator["tqdm"]:
+        """Account for what runs inside; yields a bar to `update` by tokens done."""
+        record = self._records[name]
+        show = self.progress and tokens >= _BAR_FROM_TOKENS
+        _reset_peak(self.device)
+        begin = time.perf_counter()
+        bar = tqdm(total=tokens, desc=name, unit="tok", leave=False, disable=not show)
+        try:
+            with bar:
+                yield bar
+        finally:
+            record.seconds += time.perf_counter() - begin
+            record.tokens += tokens
+            record.calls += 1
+            record.peak_bytes = max(record.peak_bytes, _peak_bytes(self.device))
+
+    def add_tokens(self, phase: str, tokens: int) -> None:
+        """Add tokens that were only known after the phase."""
+        self._records[phase].tokens += tokens
+
+    def table(self) -> list[dict[str, object]]:
+        """One record per phase that ran, in order: phase, seconds, tokens, peak_bytes, calls."""
+        return [asdict(record) for record in self._records.values() if record.calls]
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase that ran."""
+        return {record.phase: record.seconds for record in self._records.values() if record.calls}
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        # Linux: "5" resets the process's high-water mark of resident memory.
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass  # elsewhere the mark only grows
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

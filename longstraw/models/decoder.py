@@ -1,0 +1,181 @@
+"""One causal LM as a decoder that runs chunks and a head that turns hidden states into logits.
+
+Knows transformers and PEFT; knows nothing of groups, losses or where pages live.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..attention import paged_attention_on
+from ..errors import DataError
+from ..state import ChunkCache
+from .registry import Family, check_checkpointing, check_model
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """Which weights a state was captured with. Two are equal when nothing was written between.
+
+    Attributes:
+        step: updates announced by `Engine.weights_changed`.
+        writes: in-place writes to the parameters, as torch counts them.
+        adapters: the active PEFT adapters, None when they are switched off.
+    """
+
+    step: int
+    writes: int
+    adapters: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ChunkOutput:
+    """What a chunk's forward gives beside the state in its cache.
+
+    Attributes:
+        hidden: `[B, C, E]`, after the final norm.
+        router_logits: per expert layer `[B*C, num_experts]`; empty unless asked for.
+    """
+
+    hidden: Tensor
+    router_logits: tuple[Tensor, ...] = ()
+
+
+class Decoder:
+    """A causal LM, possibly wrapped by PEFT, with paged attention switched on where it runs.
+
+    Attributes:
+        model: what was given.
+        base: the causal LM below PEFT's wrapper.
+        family: what `check_model` found.
+        autocast: makes the context for forwards (mixed precision).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        allow_extrapolation: bool = False,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.base: PreTrainedModel = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[assignment,operator]
+        )
+        self.family: Family = check_model(self.base, allow_extrapolation)
+        self.autocast = autocast
+        self.decoder: nn.Module = self.base.get_decoder()
+        self.allow_extrapolation = allow_extrapolation
+        self._is_attached = False
+
+    @property
+    def config(self) -> Any:
+        return self.base.config.get_text_config(decoder=True)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.get_input_embeddings().weight.device
+
+    @property
+    def num_experts_per_token(self) -> int | None:
+        """Experts each token is routed to; None for a dense model."""
+        field = self.family.router_top_k
+        return None if field is None else getattr(self.config, field)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def policy_version(self, step: int) -> PolicyVersion:
+        """The version that a capture made now would have."""
+        writes = sum(p._version for p in self.model.parameters())
+        return PolicyVersion(step, writes, self._active_adapters())
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attend through pages, and keep the cache under gradient checkpointing, inside."""
+        if self._is_attached:
+            yield
+            return
+        check_checkpointing(self.base, self.family)
+        layers = [m for m in self.decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        with ExitStack() as stack:
+            self._is_attached = True
+            stack.callback(setattr, self, "_is_attached", False)
+            stack.enter_context(paged_attention_on(self.decoder))
+            for layer in layers:
+                # Our caches only read, so a recomputed layer sees the same states.
+                layer._can_checkpoint_with_cache = True
+                stack.callback(delattr, layer, "_can_checkpoint_with_cache")
+            yield
+
+    def run_chunk(
+        self, token_ids: Tensor, start: int, cache: ChunkCache, *, with_router: bool = False
+    ) -> ChunkOutput:
+        """Run `[B, C]` tokens whose first stands at position `start`."""
+        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
+        options = {"output_router_logits": True} if with_router else {}
+        with self.autocast():
+            output = self.decoder(
+                input_ids=token_ids,
+                position_ids=positions.expand(token_ids.shape),
+                cache=cache,
+                use_cache=False,  # keep ours; do not make one
+                **options,
+            )
+        return ChunkOutput(output.last_hidden_state, tuple(output.router_logits or ()) if with_router else ())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap."""
+        head = self.base.get_output_embeddings()
+        with self.autocast():
+            logits = head(hidden)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def state_bytes(self, num_tokens: int, with_cotangents: bool) -> int:
+        """Bytes that the state of `num_tokens` takes: keys and values of every layer.
+
+            L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents)
+        """
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = self.base.dtype
+        itemsize = dtype.itemsize
+        if with_cotangents:
+            itemsize += 8 if dtype == torch.float64 else 4
+        return self.num_layers * 2 * heads * dim * itemsize * num_tokens
+
+    def check_positions(self, num_positions: int) -> None:
+        """Raise if the model was not made for this many positions."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        learned = self.family.model_type == "gpt2"
+        if limit is None or num_positions <= limit or (self.allow_extrapolation and not learned):
+            return
+        way_out = "" if learned else (
+            ", extend the positions (model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', "
+            "...}, 'max_position_embeddings': ...}), or run beyond them knowingly with "
+            "allow_extrapolation=True (longstraw_allow_extrapolation in the trainer)"
+        )
+        raise DataError(
+            f"prompt and response need {num_positions:,} positions; the model has "
+            f"max_position_embeddings={limit:,}. Nothing was truncated. Shorten the prompt{way_out}."
+        )
+
+    def _active_adapters(self) -> tuple[str, ...] | None:
+        for module in self.base.modules():
+            if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
+                return None if module.disable_adapters else tuple(module.active_adapters)
+        return ()

@@ -1,0 +1,131 @@
+"""Which model families are served, and the checks a model must pass before the engine runs it.
+
+A family is listed when its per-parameter gradients are compared with the full-sequence step in
+`tests/engine/test_exact_gradient.py`. Everything else is refused by name: an architecture that keeps
+other state than keys and values would lose it silently.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """A served `model_type`.
+
+    Attributes:
+        model_type: `config.model_type` of the text decoder.
+        feature: what it needs beyond plain causal attention, for reports.
+        can_checkpoint: whether gradient checkpointing keeps the cache.
+        router_top_k: name of the config field with the experts per token; None without experts.
+    """
+
+    model_type: str
+    feature: str = ""
+    can_checkpoint: bool = True
+    router_top_k: str | None = None
+
+
+_FAMILIES = (
+    Family("llama", "also SmolLM2"),
+    Family("mistral", "sliding window"),
+    Family("qwen2", "attention bias"),
+    Family("qwen3", "query/key norm"),
+    Family("smollm3", "layers without rotary embedding"),
+    Family("gemma2", "softcap, sliding window"),
+    Family("gemma3_text", "sliding window"),
+    Family("gpt_oss", "sinks, sliding window, experts", router_top_k="num_experts_per_tok"),
+    Family("qwen3_moe", "experts", router_top_k="num_experts_per_tok"),
+    Family("gpt2", "learned positions", can_checkpoint=False),
+)
+SERVED_FAMILIES = {family.model_type: family for family in _FAMILIES}
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def check_model(model: PreTrainedModel, allow_extrapolation: bool = False) -> Family:
+    """The model's family, or an error that says why it cannot be served.
+
+    Args:
+        model: the base causal LM (without the PEFT wrapper).
+        allow_extrapolation: see `EngineConfig`.
+
+    Raises:
+        UnsupportedModelError: the family is not served, or a feature of it is not.
+        ConfigError: an option of the model makes a replay differ from its capture.
+    """
+    config = model.config
+    family = SERVED_FAMILIES.get(config.model_type)
+    if family is None or config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type={config.model_type!r}) is not served: its state "
+            "beside keys and values, if it has any, would be lost without a sign. Served families: "
+            f"{', '.join(sorted(SERVED_FAMILIES))}. Use TRL's own GRPOTrainer for this model."
+        )
+    _check_rope(config)
+    _check_dropout(model)
+    return family
+
+
+def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
+    """Refuse gradient checkpointing that would drop the cache."""
+    if not model.is_gradient_checkpointing:
+        return
+    if not family.can_checkpoint:
+        raise ConfigError(
+            f"gradient_checkpointing=True: {family.model_type} drops its cache under gradient "
+            "checkpointing. Set gradient_checkpointing=False; a smaller chunk_size bounds the "
+            "graph as well."
+        )
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is not None and getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing is re-entrant, which runs a layer twice without its "
+                "graph's inputs. Set "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+
+
+def _check_rope(config: Any) -> None:
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"rope_type={rope_type!r}: its frequencies depend on the length of each forward, "
+                "so chunks of one prompt would be rotated differently. Set a fixed scaling, for "
+                'example rope_parameters={"rope_type": "yarn", "factor": ...} or "linear" in the '
+                "model's config."
+            )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """The rope types in a config's `rope_parameters`, which may be nested by layer type."""
+    if not isinstance(parameters, dict):
+        return
+    if isinstance(parameters.get("rope_type"), str):
+        yield parameters["rope_type"]
+    for value in parameters.values():
+        yield from _rope_types(value)
+
+
+def _check_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ConfigError(
+                f"{name} has dropout {module.p}; a replay would draw another mask than the "
+                "capture. Set disable_dropout=True in the trainer's config (or dropout 0 in the "
+                "model's and the adapter's)."
+            )
+        attention_dropout = getattr(module, "attention_dropout", 0.0)
+        if isinstance(attention_dropout, (int, float)) and attention_dropout > 0:
+            raise ConfigError(
+                f"{name or 'the model'} has attention_dropout {attention_dropout}; a replay would "
+                'draw another mask than the capture. Load the model with attention_dropout=0.0 '
+                '(for example model_init_kwargs={"attention_dropout": 0.0}).'
+            )

@@ -1,0 +1,219 @@
+"""The passes over one segment: capture, score, backward. Chunk by chunk, one chunk's graph at most.
+
+Reverse-mode differentiation over the chain of chunks: the state z_c = f_c(weights, z_<c) of chunk c
+is read by later chunks and by children only, so when chunks are visited in reverse, every reader of
+z_c has already left its part of dL/dz_c on chunk c's pages.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .backends import TorchBackend
+from .config import EngineConfig
+from .models import (
+    Decoder,
+    RouterSums,
+    TokenCotangents,
+    TokenScores,
+    backward_scores,
+    router_sums,
+    score_tokens,
+)
+from .models.decoder import ChunkOutput
+from .segments import Chunk, Segment
+from .state import ChunkCache, PageStore, Reader, SegmentState
+
+
+@dataclass(frozen=True)
+class SegmentLoss:
+    """What a segment's own tokens contribute to the loss, as cotangents.
+
+    Attributes:
+        targets: `[B, T]`, the token each input predicts, negative where there is none.
+        tokens: dL/dlogps and dL/dentropies, `[B, T]`.
+        router_probs: `[B, X]`, dL/d(router probability sums), or None.
+    """
+
+    targets: Tensor | None = None
+    tokens: TokenCotangents | None = None
+    router_probs: Tensor | None = None
+
+
+class SegmentPasses:
+    """Runs segments of one decoder against one page store."""
+
+    def __init__(
+        self, decoder: Decoder, store: PageStore, backend: TorchBackend, config: EngineConfig
+    ) -> None:
+        self.decoder = decoder
+        self.store = store
+        self.backend = backend
+        self.config = config
+
+    def new_state(
+        self,
+        segment: Segment,
+        version: object,
+        parent: SegmentState | None = None,
+        *,
+        needs_cotangent: bool,
+    ) -> SegmentState:
+        """An empty state for `segment`, continuing `parent`."""
+        return SegmentState(
+            segment,
+            self.decoder.num_layers,
+            self.store,
+            version,
+            parent=parent,
+            needs_cotangent=needs_cotangent,
+        )
+
+    @torch.no_grad()
+    def capture(self, state: SegmentState, bar: tqdm, *, but_last: bool = False) -> None:
+        """Fill `state`: forward without a graph, keep pages, free the rest chunk by chunk.
+
+        Args:
+            but_last: leave the last chunk out, which no later chunk of the segment reads.
+        """
+        chunks = self._chunks(state)[: -1 if but_last else None]
+        num_tokens = state.segment.num_rows * sum(chunk.num_tokens for chunk in chunks)
+        needed = self.decoder.state_bytes(num_tokens, state.needs_cotangent)
+        self.store.require(needed, f"the state of {num_tokens:,} tokens")
+        for chunk in chunks:
+            cache, output = self._forward(state, chunk)
+            self._keep(state, chunk, cache)
+            self._add_router_sums(state, chunk, output)
+            bar.update(state.segment.num_rows * chunk.num_tokens)
+
+    @torch.no_grad()
+    def score(self, state: SegmentState, targets: Tensor, bar: tqdm) -> TokenScores:
+        """Log-probs and entropies of `targets` `[B, T]`; the pages in between are freed again."""
+        parts, chunks = [], self._chunks(state)
+        for chunk in chunks:
+            cache, output = self._forward(state, chunk)
+            parts.append(
+                score_tokens(
+                    self.decoder.logits,
+                    output.hidden,
+                    targets[:, chunk.start : chunk.stop],
+                    self.config.temperature,
+                    self.config.logprob_chunk_size,
+                )
+            )
+            self._add_router_sums(state, chunk, output)
+            if chunk is not chunks[-1]:
+                self._keep(state, chunk, cache)
+            bar.update(state.segment.num_rows * chunk.num_tokens)
+        state.free()
+        return TokenScores(
+            torch.cat([part.logps for part in parts], dim=1),
+            torch.cat([part.entropies for part in parts], dim=1),
+        )
+
+    def backward(self, state: SegmentState, loss: SegmentLoss, bar: tqdm) -> None:
+        """Accumulate dL/dparameters of a captured segment; uses its state up.
+
+        Chunks in reverse. Each is run again with a graph on the state before it, and
+        backpropagates its own part of the loss together with the cotangents that later tokens
+        left on its pages; that leaves cotangents on the pages before it.
+        """
+        for chunk in reversed(self._chunks(state)):
+            with torch.enable_grad():
+                cache, output = self._forward(state, chunk)
+            roots, cotangents = [], []
+            for root, cotangent in (
+                *self._token_roots(chunk, output, loss),
+                *self._router_roots(state, chunk, output, loss),
+                *self._state_roots(state, chunk, cache),
+            ):
+                if root.requires_grad:
+                    roots.append(root)
+                    cotangents.append(cotangent)
+            # Nobody reads this chunk again; its own keys and values are in the graph.
+            state.free_chunk(chunk)
+            if roots:
+                self.backend.backward(roots, cotangents)
+            bar.update(state.segment.num_rows * chunk.num_tokens)
+
+    def _chunks(self, state: SegmentState) -> list[Chunk]:
+        return state.segment.chunks(self.config.chunk_size)
+
+    def _forward(self, state: SegmentState, chunk: Chunk) -> tuple[ChunkCache, ChunkOutput]:
+        segment = state.segment
+        start = segment.start + chunk.start
+        layers = range(self.decoder.num_layers)
+        histories = [state.history(layer, before_chunk=chunk.index) for layer in layers]
+        cache = ChunkCache(Reader(histories, self.store, start, self.config.attention))
+        output = self.decoder.run_chunk(
+            segment.token_ids[:, chunk.start : chunk.stop],
+            start,
+            cache,
+            with_router=self.config.router_statistics,
+        )
+        return cache, output
+
+    def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
+        for layer in range(self.decoder.num_layers):
+            state.append(chunk, layer, *cache.own(layer))
+
+    def _router_sums(self, state: SegmentState, chunk: Chunk, output: ChunkOutput) -> RouterSums:
+        top_k = self.decoder.num_experts_per_token
+        assert top_k is not None, "router statistics of a model without experts"
+        return router_sums(output.router_logits, state.segment.real_tokens(chunk), top_k)
+
+    def _add_router_sums(self, state: SegmentState, chunk: Chunk, output: ChunkOutput) -> None:
+        if self.config.router_statistics:
+            sums = self._router_sums(state, chunk, output)
+            state.router = sums if state.router is None else state.router + sums
+
+    def _token_roots(
+        self, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if loss.tokens is None or loss.targets is None:
+            return
+        here = slice(chunk.start, chunk.stop)
+        entropies = loss.tokens.entropies
+        cotangents = TokenCotangents(
+            loss.tokens.logps[:, here], None if entropies is None else entropies[:, here]
+        )
+        if cotangents.is_zero:
+            return
+        hidden_grad = backward_scores(
+            self.decoder.logits,
+            output.hidden,
+            loss.targets[:, here],
+            cotangents,
+            self.config.temperature,
+            self.config.logprob_chunk_size,
+        )
+        yield output.hidden, hidden_grad
+
+    def _router_roots(
+        self, state: SegmentState, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if loss.router_probs is None:
+            return
+        with torch.enable_grad():
+            probs = self._router_sums(state, chunk, output).probs
+        yield probs, loss.router_probs.to(probs.dtype)
+
+    def _state_roots(
+        self, state: SegmentState, chunk: Chunk, cache: ChunkCache
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chunk's own keys and values, with what later tokens left on its pages."""
+        for layer in range(self.decoder.num_layers):
+            pages = state.pages(layer, chunk)
+            if not any(page.key_cotangent is not None for page in pages):
+                continue
+            key, value = cache.own(layer)
+            yield key, _join([page.cotangents()[0] for page in pages], like=key)
+            yield value, _join([page.cotangents()[1] for page in pages], like=value)
+
+
+def _join(cotangents: list[Tensor], like: Tensor) -> Tensor:
+    """Page cotangents along the token dimension, where and as `like` is."""
+    return torch.cat([c.to(like.device, like.dtype) for c in cotangents], dim=-2)

@@ -1,0 +1,17 @@
+"""Captured state: pages, the store that holds them, and the cache that readers go through."""
+
+from .cache import CACHE_KWARG, ChunkCache, DecodeCache, LayerHandle, Reader
+from .pages import Page
+from .segment_state import SegmentState
+from .store import PageStore
+
+__all__ = [
+    "CACHE_KWARG",
+    "ChunkCache",
+    "DecodeCache",
+    "LayerHandle",
+    "Page",
+    "PageStore",
+    "Reader",
+    "SegmentState",
+]

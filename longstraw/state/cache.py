@@ -1,0 +1,167 @@
+"""The transformers caches through which a model reads pages.
+
+Attention layers of transformers call `cache.update(k, v, layer_idx, kwargs=kwargs)` and then hand
+`kwargs` to the registered attention function. Our caches put a `LayerHandle` there, return the
+chunk's own keys and values unchanged, and store nothing themselves: `update` is idempotent, so
+that a layer recomputed under gradient checkpointing reads exactly what it read before, and no
+member of a group can see another.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .pages import Page
+from .store import PageStore
+
+CACHE_KWARG = "longstraw_handle"
+"""The keyword under which an attention function finds its `LayerHandle`."""
+
+
+@dataclass(frozen=True)
+class LayerHandle:
+    """What one attention call reads beside its own keys and values.
+
+    Attributes:
+        history: pages of all earlier tokens, in order.
+        store: where the pages' cotangents are kept.
+        q_start: absolute position of the first query.
+        own_start: absolute position of the first own key; before `q_start` when decoding.
+        impl: attention implementation, see `EngineConfig.attention`.
+    """
+
+    history: list[Page]
+    store: PageStore
+    q_start: int
+    own_start: int
+    impl: str = "auto"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads: the history of each layer, where it lives, and how attention is computed."""
+
+    histories: list[list[Page]]
+    store: PageStore
+    start: int
+    impl: str = "auto"
+
+
+class _ReaderLayer(CacheLayerMixin):
+    """What transformers expects of a cache layer, for layers that only read."""
+
+    is_sliding = False
+
+    def __init__(self, reader: Reader, layer: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.reader = reader
+        self.history = reader.histories[layer]
+        self.start = reader.start
+        self.num_seen = reader.start
+
+    def handle(self) -> LayerHandle:
+        reader = self.reader
+        return LayerHandle(self.history, reader.store, self.num_seen, self.start, reader.impl)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate."""
+
+    def get_seq_length(self) -> int:
+        return self.num_seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ChunkLayer(_ReaderLayer):
+    """One layer of one chunk's forward.
+
+    Attributes:
+        own: the chunk's own keys and values as the first forward produced them; under autograd
+            they are the roots that carry the cotangents of later readers.
+    """
+
+    own: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if self.own is None:
+            # Only the first time: a recompute under checkpointing makes tensors of another graph.
+            self.own = (key_states, value_states)
+        if kwargs is not None:
+            kwargs[CACHE_KWARG] = self.handle()
+        return key_states, value_states
+
+
+class ChunkCache(Cache):
+    """Serves one forward of one chunk. Made for it, dropped after it."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(layers=[ChunkLayer(reader, i) for i in range(len(reader.histories))])
+
+    def own(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The chunk's own keys and values in `layer`, `[B, K, C, D]` each."""
+        own = self.layers[layer].own
+        assert own is not None, f"layer {layer} did not pass through the cache"
+        return own
+
+
+class DecodeLayer(_ReaderLayer):
+    """One layer of a generation: shared pages, and each member's own tokens in a growing buffer."""
+
+    def __init__(self, reader: Reader, layer: int) -> None:
+        super().__init__(reader, layer)
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        used = self.num_seen - self.start
+        self._key = _grow_into(self._key, used, key_states)
+        self._value = _grow_into(self._value, used, value_states)
+        if kwargs is not None:
+            kwargs[CACHE_KWARG] = self.handle()
+        self.num_seen += key_states.shape[-2]
+        used = self.num_seen - self.start
+        return self._key[..., :used, :], self._value[..., :used, :]
+
+
+class DecodeCache(Cache):
+    """Serves `generate` for members that share a captured history."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(layers=[DecodeLayer(reader, i) for i in range(len(reader.histories))])
+
+
+def _grow_into(buffer: Tensor | None, used: int, new: Tensor) -> Tensor:
+    """Write `new` `[B, K, t, D]` behind the `used` tokens of `buffer`, doubling it when full.
+
+    Doubling instead of `torch.cat`: decoding R tokens then copies O(R) tokens, not O(R^2).
+    """
+    needed = used + new.shape[-2]
+    if buffer is None or needed > buffer.shape[-2]:
+        grown = new.new_empty(*new.shape[:-2], max(needed, 2 * used, 16), new.shape[-1])
+        if buffer is not None:
+            grown[..., :used, :] = buffer[..., :used, :]
+        buffer = grown
+    buffer[..., used:needed, :] = new
+    return buffer
+

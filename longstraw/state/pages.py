@@ -1,0 +1,70 @@
+"""A page: keys and values of consecutive tokens in one layer, and the cotangents left on them.
+
+Pages know positions and bytes; they know nothing of models, segments or who reads them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Page:
+    """State of up to S consecutive tokens in one layer.
+
+    A page owns its storage: a view would keep the whole projection it was cut from alive.
+
+    Attributes:
+        start: absolute position of the first token.
+        key: `[B, K, S, D]` on the page's home device; after the rotary embedding.
+        value: `[B, K, S, Dv]`.
+        needs_cotangent: whether readers' backwards leave dL/dkey and dL/dvalue here. False holds
+            the page constant.
+        key_cotangent, value_cotangent: what readers have left so far, in fp32 (fp64 for fp64
+            pages); None until the first reader.
+    """
+
+    start: int
+    key: Tensor
+    value: Tensor
+    needs_cotangent: bool
+    key_cotangent: Tensor | None = None
+    value_cotangent: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def end(self) -> int:
+        """Absolute position after the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def cotangent_dtype(self) -> torch.dtype:
+        # Thousands of readers add up here: half precision would lose the small ones.
+        return torch.float64 if self.key.dtype == torch.float64 else torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.key, self.value, self.key_cotangent, self.value_cotangent)
+        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+    def read(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Key and value on `device` in `dtype`; the page itself where nothing has to change."""
+        return (
+            self.key.to(device, dtype, non_blocking=True),
+            self.value.to(device, dtype, non_blocking=True),
+        )
+
+    def cotangents(self) -> tuple[Tensor, Tensor]:
+        """What readers left, zeros where nobody read."""
+        if self.key_cotangent is None or self.value_cotangent is None:
+            dtype = self.cotangent_dtype
+            return torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(self.value, dtype=dtype)
+        return self.key_cotangent, self.value_cotangent

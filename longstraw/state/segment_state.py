@@ -1,0 +1,94 @@
+"""What capturing a segment leaves behind: per layer, the pages of each chunk.
+
+Knows layers, chunks and the history a segment continues; knows nothing of models or losses.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..segments import Chunk, Segment
+from .pages import Page
+from .store import PageStore
+
+
+class SegmentState:
+    """The state of one segment, readable by its own later chunks and by its children.
+
+    Attributes:
+        segment: whose state this is.
+        parent: the state that the segment continues, or None for a prompt.
+        policy_version: the weights it was captured with.
+        needs_cotangent: whether readers leave cotangents here, for this segment's own backward.
+        router: routing sums of the segment's tokens, where they are asked for.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        num_layers: int,
+        store: PageStore,
+        policy_version: object,
+        *,
+        parent: "SegmentState | None" = None,
+        needs_cotangent: bool,
+    ) -> None:
+        self.segment = segment
+        self.parent = parent
+        self.policy_version = policy_version
+        self.needs_cotangent = needs_cotangent
+        self.router: Any = None
+        self._store = store
+        # layer -> chunk index -> pages
+        self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
+
+    def append(self, chunk: Chunk, layer: int, key: Tensor, value: Tensor) -> None:
+        """Copy one layer's keys and values of `chunk` into pages."""
+        start = self.segment.start + chunk.start
+        pages = self._store.write(key, value, start, self.needs_cotangent)
+        self._pages[layer][chunk.index] = pages
+
+    def pages(self, layer: int, chunk: Chunk) -> list[Page]:
+        """The pages of one chunk; none for a last chunk that was left out of the capture."""
+        return self._pages[layer].get(chunk.index, [])
+
+    def history(self, layer: int, before_chunk: int | None = None) -> list[Page]:
+        """Everything a reader sees: the parent's pages, then this segment's up to a chunk.
+
+        Args:
+            before_chunk: index of the reading chunk when it is one of this segment's own; None for
+                a child, which sees all chunks.
+        """
+        inherited = self.parent.history(layer) if self.parent is not None else []
+        own = sorted(self._pages[layer].items())
+        visible = [pages for index, pages in own if before_chunk is None or index < before_chunk]
+        return inherited + [page for pages in visible for page in pages]
+
+    def free_chunk(self, chunk: Chunk) -> None:
+        """Drop one chunk's pages and cotangents in every layer."""
+        for layer in self._pages:
+            self._store.release(layer.pop(chunk.index, []))
+
+    def free(self) -> None:
+        """Drop all pages of this segment; its parent's stay."""
+        for layer in self._pages:
+            for pages in layer.values():
+                self._store.release(pages)
+            layer.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this segment's pages and cotangents."""
+        return sum(page.nbytes for page in self._own_pages())
+
+    @property
+    def has_cotangent(self) -> bool:
+        """Whether any reader has left a cotangent, so that a backward has something to do."""
+        return any(page.key_cotangent is not None for page in self._own_pages())
+
+    def _own_pages(self) -> Iterator[Page]:
+        for layer in self._pages:
+            for pages in layer.values():
+                yield from pages
+

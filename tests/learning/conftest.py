@@ -1,0 +1,7 @@
+"""Fixtures of the learning tests."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest

@@ -1,0 +1,115 @@
+"""Tiny random models that keep each family's structure, and the precision their tests need."""
+
+import torch
+import transformers as hf
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+VOCAB = 97
+
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+    attention_dropout=0.0,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=None,
+)
+_GPT2 = dict(
+    vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=4096, pad_token_id=0,
+    eos_token_id=1, bos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+_FAMILIES = {
+    "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
+    "smollm2": (hf.LlamaConfig, hf.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 24}),
+    "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {}),
+    "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {}),
+    "smollm3": (hf.SmolLM3Config, hf.SmolLM3ForCausalLM, {"no_rope_layer_interval": 4}),
+    "gemma2": (
+        hf.Gemma2Config,
+        hf.Gemma2ForCausalLM,
+        {
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        hf.Gemma3ForCausalLM,
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        hf.GptOssConfig,
+        hf.GptOssForCausalLM,
+        {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        hf.Qwen3MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "gpt2": (hf.GPT2Config, hf.GPT2LMHeadModel, None),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def tiny_model(family: str, seed: int = 0, **changes: object) -> hf.PreTrainedModel:
+    """A random model of `family` with sharp attention, in fp32 and eval mode."""
+    config_class, model_class, special = _FAMILIES[family]
+    options = _GPT2 if special is None else {**_COMMON, **special}
+    config = config_class(**{**options, **changes})
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    return _randomize(model_class(config), seed).eval()
+
+
+def _randomize(model: nn.Module, seed: int) -> nn.Module:
+    """Weights large enough that softmaxes are sharp and every parameter matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                gain = 0.5 if "embed" in name or "wte" in name or "wpe" in name else 3.0
+                fan = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
+                parameter.copy_(noise * gain / fan**0.5)
+            elif "sinks" in name or "bias" in name:
+                parameter.copy_(noise * 0.3)
+            else:
+                parameter.add_(noise * 0.1)
+    return model
+
+
+class Float64Islands(TorchFunctionMode):
+    """Lift what models compute in hard-coded float32 to float64.
+
+    Norms, softmaxes and routers of transformers cast to float32. Lifted, a test in fp64 can tell a
+    mistake (1e-1) from rounding (1e-14); with the casts in place the floor would be 1e-6.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)

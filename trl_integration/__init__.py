@@ -1,0 +1,6 @@
+"""LongStraw as a TRL trainer: the same arguments as `GRPOTrainer`, two names changed."""
+
+from .config import LongStrawGRPOConfig
+from .trainer import LongStrawGRPOTrainer
+
+__all__ = ["LongStrawGRPOConfig", "LongStrawGRPOTrainer"]

@@ -1,0 +1,143 @@
+"""What is checked where it enters: the config, the dataset, what reward functions return.
+
+Each check raises with what was found, what is needed and what to change.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from longstraw import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from .config import LongStrawGRPOConfig
+
+# Optimizers that update parameters inside backward, so a second replay would see other weights.
+_UPDATING_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+
+
+def check_config(args: "LongStrawGRPOConfig") -> None:
+    """Refuse options that the engine cannot honour."""
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    if rows % args.num_generations:
+        raise ConfigError(
+            f"per_device_train_batch_size * steps_per_generation = "
+            f"{args.per_device_train_batch_size} * {args.steps_per_generation} = {rows} is not a "
+            f"multiple of num_generations={args.num_generations}: a group of responses would be "
+            "split over processes, and each would have to capture the prompt. Make it a multiple "
+            "(for example per_device_train_batch_size=1 with gradient_accumulation_steps="
+            f"{args.num_generations})."
+        )
+    for is_found, reason in _refusals(args):
+        if is_found:
+            raise ConfigError(reason)
+
+
+def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
+    optim = str(getattr(args.optim, "value", args.optim))
+    kwargs = args.gradient_checkpointing_kwargs
+    reentrant = isinstance(kwargs, dict) and bool(kwargs.get("use_reentrant"))
+    return [
+        (
+            args.fp16,
+            "fp16=True: its loss scaler scales one backward, and an update has many. Use bf16=True "
+            "or full precision.",
+        ),
+        (
+            args.deepspeed is not None,
+            "deepspeed is set: this release drives plain and data-parallel torch only. Leave "
+            "deepspeed out (accelerate launch with one or several processes works).",
+        ),
+        (
+            bool(args.fsdp),
+            "fsdp is set: sharded parameters are not served. Use data parallelism.",
+        ),
+        (
+            bool(args.torch_compile),
+            "torch_compile=True: every chunk has another history, so each would be compiled anew. "
+            "Leave it off.",
+        ),
+        (
+            bool(args.use_liger_kernel),
+            "use_liger_kernel=True: its patched layers are not compared with the definition. Leave "
+            "it off; log-probs are chunked over rows already.",
+        ),
+        (
+            args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha is set: a replay would draw other noise than the capture. "
+            "Leave it out.",
+        ),
+        (
+            args.gradient_checkpointing and reentrant,
+            "gradient_checkpointing_kwargs has use_reentrant=True, which drops the cache that holds "
+            'the prompt. Use {"use_reentrant": False}.',
+        ),
+        (
+            any(name in optim for name in _UPDATING_IN_BACKWARD),
+            f"optim={optim!r} updates weights during backward, and an update replays several "
+            "backwards on the same weights. Use another optimizer, for example 'adamw_torch'.",
+        ),
+    ]
+
+
+def check_dataset(dataset: Any, name: str, has_environment: bool) -> None:
+    """Raise if a dataset with known columns has no `prompt`."""
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(dataset, dict) or not isinstance(columns, Sequence) or has_environment:
+        return
+    if "prompt" not in columns:
+        raise DataError(
+            f"{name} has columns {list(columns)} and none named 'prompt'. Rename the one that "
+            "holds the prompt, for example dataset.rename_column('question', 'prompt')."
+        )
+
+
+def check_prompts(prompt_ids: Sequence[Sequence[int]]) -> None:
+    """Raise if a tokenized prompt is empty."""
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise DataError(
+                f"the prompt of row {row} of the batch has no tokens: the first response token is "
+                "predicted by the last prompt token, so at least one is needed. Filter empty "
+                "prompts out, for example dataset.filter(lambda row: row['prompt'])."
+            )
+
+
+def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, raising on a NaN or a wrong number of rewards.
+
+    None stays what it is in TRL: this completion is not scored by this function.
+    """
+
+    def check(rewards: Any, completions: Sequence[Any]) -> Any:
+        if not hasattr(rewards, "__len__") or len(rewards) != len(completions):
+            found = len(rewards) if hasattr(rewards, "__len__") else type(rewards).__name__
+            raise DataError(
+                f"reward function {name!r} returned {found} rewards for {len(completions)} "
+                "completions. Return a list with one number (or None) per completion."
+            )
+        for index, reward in enumerate(rewards):
+            if reward is not None and math.isnan(float(reward)):
+                raise DataError(
+                    f"reward function {name!r} returned NaN for completion {index}. Return a "
+                    "number, or None to leave this completion out of its group's baseline."
+                )
+        return rewards
+
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (the method, not whether it is callable)
+    ):
+
+        @functools.wraps(function, updated=())
+        async def checked_async(*args: Any, **kwargs: Any) -> Any:
+            return check(await function(*args, **kwargs), kwargs["completions"])
+
+        return checked_async
+
+    @functools.wraps(function, updated=())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return check(function(*args, **kwargs), kwargs["completions"])
+
+    return checked

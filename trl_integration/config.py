@@ -1,0 +1,111 @@
+"""`LongStrawGRPOConfig`: TRL's `GRPOConfig` and the engine's options under `longstraw_`."""
+
+from dataclasses import dataclass, field
+
+from longstraw import ConfigError, EngineConfig
+from trl import GRPOConfig
+
+from .checks import check_config
+
+
+@dataclass
+class LongStrawGRPOConfig(GRPOConfig):
+    """Settings of `LongStrawGRPOTrainer`.
+
+    Every field of `GRPOConfig` keeps its meaning and its default. The added ones say how prompts
+    are captured, held and replayed; none of them changes an exact gradient. Options that the engine
+    cannot honour raise a `ConfigError` here, with the reason.
+
+    Example:
+        >>> args = LongStrawGRPOConfig(output_dir="out", num_generations=8,
+        ...                            longstraw_chunk_size=4096, longstraw_page_device="host")
+    """
+
+    longstraw_prompt_gradient: str = field(
+        default="exact",
+        metadata={
+            "help": "'exact': the gradient of the full sequence. 'stopped': the prompt's state is "
+            "held constant, which saves the second pass over the prompt and is another gradient.",
+            "choices": ["exact", "stopped"],
+        },
+    )
+    longstraw_chunk_size: int = field(
+        default=2048,
+        metadata={"help": "Tokens run at a time; bounds the graph that exists during a backward."},
+    )
+    longstraw_page_size: int = field(
+        default=512, metadata={"help": "Tokens per page of captured state."}
+    )
+    longstraw_replay_batch: int = field(
+        default=1, metadata={"help": "Responses of one prompt scored and replayed together."}
+    )
+    longstraw_page_device: str = field(
+        default="model",
+        metadata={
+            "help": "Where captured state lives: 'model' (the model's device) or 'host' memory.",
+            "choices": ["model", "host"],
+        },
+    )
+    longstraw_state_budget_gib: float | None = field(
+        default=None,
+        metadata={"help": "Most GiB that captured state and its cotangents may take."},
+    )
+    longstraw_logprob_chunk_size: int = field(
+        default=256, metadata={"help": "Rows whose full-vocabulary logits exist at a time."}
+    )
+    longstraw_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention implementation; 'auto' takes the fastest that can compute a block.",
+            "choices": ["auto", "reference", "torch_flash"],
+        },
+    )
+    longstraw_shared_rollout: bool = field(
+        default=True,
+        metadata={
+            "help": "Decode responses from the captured prompt (transformers' generation only). "
+            "False generates as TRL does, with the prompt once per response."
+        },
+    )
+    longstraw_log_gradient_gap: bool = field(
+        default=False,
+        metadata={
+            "help": "Log how far the stopped gradient is from the exact one. Costs the prompt's "
+            "backward and one copy of the gradients."
+        },
+    )
+    longstraw_allow_extrapolation: bool = field(
+        default=False,
+        metadata={"help": "Run positions beyond the model's max_position_embeddings."},
+    )
+    longstraw_progress: bool = field(
+        default=True, metadata={"help": "Show progress within passes over many tokens."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_config(self)
+        self.to_engine_config()  # an invalid value raises here, not at the first step
+
+    def to_engine_config(self, *, router_statistics: bool = False) -> EngineConfig:
+        """The engine's view of these settings."""
+        budget = self.longstraw_state_budget_gib
+        if budget is not None and budget <= 0:
+            raise ConfigError(
+                f"longstraw_state_budget_gib={budget}: give a positive number, or None for no limit."
+            )
+        return EngineConfig(
+            prompt_gradient=self.longstraw_prompt_gradient,  # type: ignore[arg-type]
+            chunk_size=self.longstraw_chunk_size,
+            page_size=self.longstraw_page_size,
+            replay_batch=self.longstraw_replay_batch,
+            page_device=self.longstraw_page_device,  # type: ignore[arg-type]
+            state_budget_bytes=None if budget is None else int(budget * 2**30),
+            logprob_chunk_size=self.longstraw_logprob_chunk_size,
+            attention=self.longstraw_attention,
+            temperature=self.temperature,
+            log_gradient_gap=self.longstraw_log_gradient_gap,
+            router_statistics=router_statistics,
+            allow_extrapolation=self.longstraw_allow_extrapolation,
+            progress=self.longstraw_progress and not self.disable_tqdm,
+        )

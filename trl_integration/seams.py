@@ -1,0 +1,102 @@
+"""What of TRL's internals the trainer leans on, written down so that a change cannot pass unseen.
+
+`check_seams` runs when a trainer is made; `tests/trl/test_seams.py` runs it against the installed
+TRL.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl
+from longstraw import ConfigError
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+SUPPORTED_TRL = ">=1.16,<2"
+
+# method -> the parameters it is called with
+_METHODS = {
+    "compute_loss": ("model", "inputs"),
+    "_compute_loss": ("model", "inputs"),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ),
+    "_prepare_inputs": ("generation_batch",),
+    "_tokenize_prompts": ("prompts",),
+    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
+    "prediction_step": ("model", "inputs", "prediction_loss_only"),
+}
+# module function -> why it is needed
+_FUNCTIONS = ("shuffle_sequence_dict", "unwrap_model_for_generation")
+# The loss must take its log-probs from the method that the trainer overrides.
+_CALLED_BY_LOSS = "_get_per_token_logps_and_entropies"
+
+
+def check_seams() -> None:
+    """Raise `ConfigError` if the installed TRL is not shaped as the trainer needs."""
+    problems = [*_missing_methods(), *_missing_functions()]
+    if _CALLED_BY_LOSS not in inspect.getsource(GRPOTrainer._compute_loss):
+        problems.append(f"_compute_loss does not call {_CALLED_BY_LOSS}")
+    if problems:
+        raise ConfigError(
+            f"trl {trl.__version__} differs from what this release was written for "
+            f"({SUPPORTED_TRL}): {'; '.join(problems)}. Install a tested version, for example "
+            "pip install 'trl==1.16.0'."
+        )
+
+
+def _missing_methods() -> Iterator[str]:
+    for name, parameters in _METHODS.items():
+        method = getattr(GRPOTrainer, name, None)
+        if method is None:
+            yield f"GRPOTrainer.{name} is gone"
+            continue
+        known = inspect.signature(inspect.unwrap(method)).parameters
+        for parameter in parameters:
+            if parameter not in known:
+                yield f"GRPOTrainer.{name} has no parameter {parameter!r}"
+
+
+def _missing_functions() -> Iterator[str]:
+    for name in _FUNCTIONS:
+        if not hasattr(grpo_trainer, name):
+            yield f"trl.trainer.grpo_trainer.{name} is gone"
+
+
+@contextmanager
+def whole_groups(group_size: int) -> Iterator[None]:
+    """Let TRL shuffle groups instead of rows inside the context.
+
+    TRL shuffles the rows of a generation batch before it cuts the batch into micro-batches, which
+    would scatter a group's members over micro-batches and capture its prompt in each of them.
+    """
+    original = grpo_trainer.shuffle_sequence_dict
+    grpo_trainer.shuffle_sequence_dict = lambda batch: shuffle_groups(batch, group_size)
+    try:
+        yield
+    finally:
+        grpo_trainer.shuffle_sequence_dict = original
+
+
+def shuffle_groups(batch: dict[str, Any], group_size: int) -> dict[str, Any]:
+    """Permute runs of `group_size` rows of every sequence in `batch`; members keep their order."""
+    num_rows = len(next(value for value in batch.values() if value is not None))
+    groups = torch.arange(num_rows).view(-1, group_size)
+    order = groups[torch.randperm(len(groups))].flatten()
+
+    def permute(value: Any) -> Any:
+        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+            return value
+        return value[order] if isinstance(value, Tensor) else [value[i] for i in order]
+
+    return {key: permute(value) for key, value in batch.items()}

@@ -1,0 +1,320 @@
+"""`LongStrawGRPOTrainer`: TRL's GRPO trainer with the model passes done by the engine.
+
+TRL keeps everything that decides *what* is trained: data, sampling, rewards, advantages, the loss,
+metrics, the optimizer. The engine replaces *how* the model is run: where TRL runs prompt and
+response once per row, the prompt is captured once and responses are scored and replayed on it.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from longstraw import ConfigError, Engine, GroupScores, generate, load_balancing_loss
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers import logging as hf_logging
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from .checks import check_dataset, check_prompts, checked_reward
+from .config import LongStrawGRPOConfig
+from .rows import RowGroups, all_router_sums
+from .seams import check_seams, whole_groups
+
+logger = hf_logging.get_logger(__name__)
+logger.setLevel(logging.INFO)
+
+
+class LongStrawGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` for prompts that do not fit it; the arguments are the same.
+
+    Replaced, and nothing else:
+
+    * log-probs and entropies of policy and reference (`_get_per_token_logps_and_entropies`) come
+      from captured prompts;
+    * the backward (`compute_loss`): TRL's own loss runs on values, its gradient with respect to
+      log-probs and entropies drives one replay per response and one backward of the prompt;
+    * generation by transformers (`_generate_single_turn`) decodes from the captured prompt; vLLM
+      and `rollout_func` work as in TRL;
+    * the shuffle before micro-batches moves whole groups.
+
+    Attributes:
+        engine: runs the policy; `engine.ledger` says where time and memory went.
+    """
+
+    _tag_names = ["trl", "grpo", "longstraw"]
+    _name = "LongStraw GRPO"
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | nn.Module",
+        reward_funcs: Any = None,
+        args: LongStrawGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_seams()
+        args = _own_config(args, model)
+        has_environment = kwargs.get("environment_factory") is not None
+        check_dataset(train_dataset, "train_dataset", has_environment)
+        check_dataset(eval_dataset, "eval_dataset", has_environment)
+        super().__init__(
+            model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **kwargs,
+        )
+        self._check_model_options()
+        self.reward_funcs = [
+            f if isinstance(f, nn.Module) else checked_reward(f, name)
+            for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        self.engine = self._make_engine(self.model)
+        self._ref_engine = None if self.ref_model is None else self._make_engine(self.ref_model)
+        self._policy_adapters = self.engine.policy_version.adapters
+        self._scores: list[GroupScores] | None = None
+        self._rows: RowGroups | None = None
+        self._shares_rollout = self._can_share_rollout()
+        self.add_callback(_WeightsChanged(self.engine))
+
+    # ---------------------------------------------------------------- construction
+
+    def _make_engine(self, model: nn.Module) -> Engine:
+        assert isinstance(self.args, LongStrawGRPOConfig)
+        config = self.args.to_engine_config(router_statistics=self.aux_loss_enabled)
+        return Engine(
+            self.accelerator.unwrap_model(model), config, autocast=self.accelerator.autocast
+        )
+
+    def _check_model_options(self) -> None:
+        if self._is_vlm:
+            raise ConfigError(
+                "the processing class is a multimodal processor: images are not served yet. Pass "
+                "the tokenizer (processing_class=processor.tokenizer) to train on text, or use "
+                "TRL's own GRPOTrainer."
+            )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ConfigError(
+                "accelerate was launched with DeepSpeed or FSDP: this release drives plain and "
+                "data-parallel torch only. Launch with a configuration without them."
+            )
+        for config in getattr(self.model, "peft_config", {}).values():
+            if getattr(config, "is_prompt_learning", False):
+                raise ConfigError(
+                    f"{type(config).__name__}: prompt learning adds keys that belong to no token, "
+                    "which captured prompts cannot hold. Use LoRA or another adapter."
+                )
+
+    def _can_share_rollout(self) -> bool:
+        """Whether generation decodes from captured prompts; says why where it does not."""
+        args = self.args
+        assert isinstance(args, LongStrawGRPOConfig)
+        if self.use_vllm or self.rollout_func is not None:
+            return False
+        reasons = {
+            "longstraw_shared_rollout=False": not args.longstraw_shared_rollout,
+            "use_transformers_continuous_batching=True": self.use_transformers_continuous_batching,
+            f"cache_implementation={args.cache_implementation!r}": args.cache_implementation,
+            "generation_kwargs asks for beams or assisted decoding": any(
+                (args.generation_kwargs or {}).get(key, 1) not in (1, None, False)
+                for key in ("num_beams", "prompt_lookup_num_tokens", "assistant_model")
+            ),
+        }
+        for reason, is_found in reasons.items():
+            if is_found:
+                logger.info(f"Responses are generated by TRL, not from captured prompts: {reason}.")
+                return False
+        return True
+
+    # ---------------------------------------------------------------- rollout
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        prompt_ids, *rest = super()._tokenize_prompts(prompts)
+        check_prompts(prompt_ids)
+        longest = max(len(ids) for ids in prompt_ids)
+        self.engine.decoder.check_positions(longest + self.max_completion_length)
+        return prompt_ids, *rest
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[list[int]], Any]:
+        if not self._shares_rollout:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+            )
+        completions = []
+        with unwrap_model_for_generation(
+            self.model_wrapped,
+            self.accelerator,
+            generation_kwargs=self.generation_kwargs,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+        ):
+            for ids, num_members in _runs(prompt_ids):
+                prompt = torch.tensor(ids, device=self.accelerator.device)
+                output = generate(
+                    self.engine, prompt, num_members, generation_config=self.generation_config
+                )
+                completions += [self._until_eos(row) for row in output[:, len(ids) :].tolist()]
+        return completions, None
+
+    def _until_eos(self, ids: list[int]) -> list[int]:
+        """`ids` up to and with the first end-of-sequence token."""
+        ends = [i for i, token in enumerate(ids) if token in self.eos_token_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with whole_groups(self.num_generations):
+            return super()._prepare_inputs(generation_batch)
+
+    # ---------------------------------------------------------------- scoring
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's signature and result: `[B, C]`, zero where masked.
+
+        During a training loss these are the values that `compute_loss` differentiates; elsewhere
+        they are scored here, without a graph.
+        """
+        if self._scores is not None and self._rows is not None:
+            rows, scores = self._rows, self._scores
+        else:
+            rows = RowGroups.from_batch(input_ids, attention_mask, logits_to_keep)
+            scores = self._score(model, rows)
+        logps, entropies = rows.to_columns(scores)
+        aux_loss = load_balancing_loss(all_router_sums(scores)) if compute_aux_loss else None
+        return logps, entropies if compute_entropy else None, aux_loss
+
+    def _score(self, model: nn.Module, rows: RowGroups) -> list[GroupScores]:
+        """Scores under `model`; prompts of other weights than the policy's are freed at once."""
+        is_ref = self._ref_engine is not None and model is self.ref_model
+        engine = self._ref_engine if is_ref else self.engine
+        assert engine is not None
+        is_policy = engine.policy_version.adapters == self._policy_adapters and not is_ref
+        scores = []
+        for group in rows.groups:
+            scores.append(engine.score(group))
+            if not is_policy:
+                engine.release(group.prompt_ids)
+        return scores
+
+    # ---------------------------------------------------------------- loss and backward
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """TRL's loss; under autograd its gradient is accumulated here, by replays.
+
+        The value returned has no graph to the model: the backward that `Trainer` runs on it is
+        empty.
+        """
+
+        def trl_loss() -> Tensor:
+            return super(LongStrawGRPOTrainer, self).compute_loss(
+                model, inputs, return_outputs, num_items_in_batch
+            )
+
+        if not torch.is_grad_enabled():
+            return trl_loss()
+        rows = self._training_rows(inputs)
+
+        def loss_of(scores: list[GroupScores]) -> Tensor:
+            self._rows, self._scores = rows, scores
+            try:
+                return trl_loss()
+            finally:
+                self._rows = self._scores = None
+
+        report = self.engine.accumulate(rows.groups, loss_of)
+        self._log_engine("members_skipped", report.num_skipped)
+        if self.accelerator.sync_gradients:
+            self._finish_update()
+        return report.loss.requires_grad_()
+
+    def _training_rows(self, inputs: dict[str, Any]) -> RowGroups:
+        """The micro-batch as groups, with groups that continue in a later one marked."""
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        num_rows = input_ids.shape[0]
+        first = (self._step % self.args.steps_per_generation) * num_rows
+        ends = [(first + row + 1) % self.num_generations == 0 for row in range(num_rows)]
+        # A group that an optimizer step cuts is captured again with the new weights.
+        complete = [end or self.accelerator.sync_gradients for end in ends]
+        cuts = [row + 1 for row in range(num_rows) if ends[row]]
+        width = inputs["completion_ids"].shape[1]
+        return RowGroups.from_batch(input_ids, mask, width, cuts=cuts, complete=complete)
+
+    def _finish_update(self) -> None:
+        gap = self.engine.finalize()
+        if gap:
+            self._log_engine("gradient_gap", gap["relative"])
+            self._log_engine("gradient_cosine", gap["cosine"])
+        ledger = self.engine.ledger
+        self._log_engine("state_bytes", ledger.state_bytes)
+        self._log_engine("captures", ledger.num_captures)
+        for phase, seconds in ledger.seconds().items():
+            self._log_engine(f"seconds/{phase}", seconds)
+
+    def _log_engine(self, name: str, value: float) -> None:
+        self._metrics["train"][f"longstraw/{name}"].append(float(value))
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.engine.release()  # nothing is replayed after an evaluation
+
+
+class _WeightsChanged(TrainerCallback):
+    """Tells the engine when captured prompts have become stale."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.engine.weights_changed()
+
+
+def _own_config(args: Any, model: Any) -> LongStrawGRPOConfig:
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return LongStrawGRPOConfig(f"{name.split('/')[-1] or 'model'}-LongStrawGRPO")
+    if not isinstance(args, LongStrawGRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__name__}: LongStrawGRPOTrainer takes a LongStrawGRPOConfig, "
+            "which has the same fields and more. Change the name of the config as well."
+        )
+    return args
+
+
+def _runs(rows: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Neighbouring equal rows as (row, count)."""
+    runs: list[tuple[list[int], int]] = []
+    for row in rows:
+        if runs and runs[-1][0] == row:
+            runs[-1] = (row, runs[-1][1] + 1)
+        else:
+            runs.append((row, 1))
+    return runs
