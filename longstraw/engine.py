@@ -1,7 +1,7 @@
 """The engine: one GRPO update, its phases in order.
 
-    capture -> score -> loss -> replay -> prompt backward       (`accumulate`, once per micro-batch)
-    finalize                                                    (`finalize`, once per optimizer step)
+    capture -> score -> loss -> replay -> prompt backward     `accumulate`, once per micro-batch
+    finalize                                                  `finalize`, once per optimizer step
 
 `Engine.accumulate` is the update; what it calls stands below it in the same order. The engine knows
 tensors and segments. The loss is a function it is given: it gets values of log-probs and entropies,

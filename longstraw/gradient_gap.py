@@ -40,7 +40,9 @@ class GradientGap:
             if keep:
                 p.grad = part if grad is None else grad.add_(part)
 
-    def summarize(self, parameters: Sequence[nn.Parameter], has_prompt_part: bool) -> dict[str, float]:
+    def summarize(
+        self, parameters: Sequence[nn.Parameter], has_prompt_part: bool
+    ) -> dict[str, float]:
         """Compare the two gradients and forget them.
 
         Args:

@@ -50,6 +50,7 @@ class Ledger:
         self.progress = progress
         self.state_bytes = 0
         self.num_captures = 0
+        self._taken: dict[str, float] = {}
         self._records = {phase: PhaseRecord(phase) for phase in PHASES}
 
     @contextmanager
@@ -77,9 +78,12 @@ class Ledger:
         """One record per phase that ran, in order: phase, seconds, tokens, peak_bytes, calls."""
         return [asdict(record) for record in self._records.values() if record.calls]
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds per phase that ran."""
-        return {record.phase: record.seconds for record in self._records.values() if record.calls}
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds per phase since the last call of this method."""
+        now = {phase: record.seconds for phase, record in self._records.items()}
+        taken = {phase: now[phase] - self._taken.get(phase, 0.0) for phase in now}
+        self._taken = now
+        return {phase: seconds for phase, seconds in taken.items() if seconds > 0}
 
 
 def _reset_peak(device: torch.device) -> None:

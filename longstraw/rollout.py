@@ -38,8 +38,9 @@ def generate(
     histories = [state.history(layer) for layer in range(decoder.num_layers)]
     reader = Reader(histories, engine.store, state.segment.num_tokens, engine.config.attention)
     rows = prompt_ids.expand(num_members, -1)
+    model: Any = decoder.base
     with decoder.attached(), engine.ledger.phase("rollout", 0), decoder.autocast():
-        output = decoder.base.generate(
+        output = model.generate(
             input_ids=rows,
             attention_mask=torch.ones_like(rows),
             cache=DecodeCache(reader),

@@ -7,24 +7,33 @@ from torch.overrides import TorchFunctionMode
 
 VOCAB = 97
 
-_COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=4096,
-    attention_dropout=0.0,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=None,
-)
-_GPT2 = dict(
-    vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=4096, pad_token_id=0,
-    eos_token_id=1, bos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 _FAMILIES = {
     "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
     "smollm2": (hf.LlamaConfig, hf.LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -90,7 +99,9 @@ def _randomize(model: nn.Module, seed: int) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim >= 2:
                 gain = 0.5 if "embed" in name or "wte" in name or "wpe" in name else 3.0
-                fan = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
+                fan = (
+                    1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
+                )
                 parameter.copy_(noise * gain / fan**0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.copy_(noise * 0.3)

@@ -20,6 +20,7 @@ _UPDATING_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 def check_config(args: "LongStrawGRPOConfig") -> None:
     """Refuse options that the engine cannot honour."""
+    assert args.steps_per_generation is not None and args.num_generations is not None
     rows = args.per_device_train_batch_size * args.steps_per_generation
     if rows % args.num_generations:
         raise ConfigError(
@@ -71,8 +72,8 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
         ),
         (
             args.gradient_checkpointing and reentrant,
-            "gradient_checkpointing_kwargs has use_reentrant=True, which drops the cache that holds "
-            'the prompt. Use {"use_reentrant": False}.',
+            "gradient_checkpointing_kwargs has use_reentrant=True, which drops the cache that "
+            'holds the prompt. Use {"use_reentrant": False}.',
         ),
         (
             any(name in optim for name in _UPDATING_IN_BACKWARD),

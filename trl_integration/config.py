@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from longstraw import ConfigError, EngineConfig
 from trl import GRPOConfig
+
+from longstraw import ConfigError, EngineConfig
 
 from .checks import check_config
 
@@ -92,7 +93,8 @@ class LongStrawGRPOConfig(GRPOConfig):
         budget = self.longstraw_state_budget_gib
         if budget is not None and budget <= 0:
             raise ConfigError(
-                f"longstraw_state_budget_gib={budget}: give a positive number, or None for no limit."
+                f"longstraw_state_budget_gib={budget}: give a positive number of GiB, or None for "
+                "no limit."
             )
         return EngineConfig(
             prompt_gradient=self.longstraw_prompt_gradient,  # type: ignore[arg-type]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from longstraw import GroupScores, PromptGroup, RouterSums
 from torch import Tensor
+
+from longstraw import GroupScores, PromptGroup, RouterSums
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import trl
-from longstraw import ConfigError
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
+
+from longstraw import ConfigError
 
 SUPPORTED_TRL = ">=1.16,<2"
 

@@ -7,15 +7,16 @@ response once per row, the prompt is captured once and responses are scored and 
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from longstraw import ConfigError, Engine, GroupScores, generate, load_balancing_loss
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 from transformers import logging as hf_logging
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
+
+from longstraw import ConfigError, Engine, GroupScores, generate, load_balancing_loss
 
 from .checks import check_dataset, check_prompts, checked_reward
 from .config import LongStrawGRPOConfig
@@ -48,7 +49,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | nn.Module",
+        model: Any,
         reward_funcs: Any = None,
         args: LongStrawGRPOConfig | None = None,
         train_dataset: Any = None,
@@ -68,6 +69,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             eval_dataset=eval_dataset,
             **kwargs,
         )
+        self._options = args
         self._check_model_options()
         self.reward_funcs = [
             f if isinstance(f, nn.Module) else checked_reward(f, name)
@@ -81,14 +83,16 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._shares_rollout = self._can_share_rollout()
         self.add_callback(_WeightsChanged(self.engine))
 
+    @property
+    def _group_size(self) -> int:
+        return cast(int, self.num_generations)
+
     # ---------------------------------------------------------------- construction
 
-    def _make_engine(self, model: nn.Module) -> Engine:
-        assert isinstance(self.args, LongStrawGRPOConfig)
-        config = self.args.to_engine_config(router_statistics=self.aux_loss_enabled)
-        return Engine(
-            self.accelerator.unwrap_model(model), config, autocast=self.accelerator.autocast
-        )
+    def _make_engine(self, model: Any) -> Engine:
+        config = self._options.to_engine_config(router_statistics=self.aux_loss_enabled)
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        return Engine(unwrapped, config, autocast=lambda: self.accelerator.autocast())
 
     def _check_model_options(self) -> None:
         if self._is_vlm:
@@ -111,8 +115,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def _can_share_rollout(self) -> bool:
         """Whether generation decodes from captured prompts; says why where it does not."""
-        args = self.args
-        assert isinstance(args, LongStrawGRPOConfig)
+        args = self._options
         if self.use_vllm or self.rollout_func is not None:
             return False
         reasons = {
@@ -120,8 +123,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             "use_transformers_continuous_batching=True": self.use_transformers_continuous_batching,
             f"cache_implementation={args.cache_implementation!r}": args.cache_implementation,
             "generation_kwargs asks for beams or assisted decoding": any(
-                (args.generation_kwargs or {}).get(key, 1) not in (1, None, False)
-                for key in ("num_beams", "prompt_lookup_num_tokens", "assistant_model")
+                getattr(self.generation_config, key, None) not in (1, None)
+                for key in ("num_beams", "prompt_lookup_num_tokens", "assistant_early_exit")
             ),
         }
         for reason, is_found in reasons.items():
@@ -136,7 +139,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
         check_prompts(prompt_ids)
         longest = max(len(ids) for ids in prompt_ids)
-        self.engine.decoder.check_positions(longest + self.max_completion_length)
+        self.engine.decoder.check_positions(longest + (self.max_completion_length or 0))
         return prompt_ids, *rest
 
     def _generate_single_turn(
@@ -154,10 +157,10 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             )
         completions = []
         with unwrap_model_for_generation(
-            self.model_wrapped,
+            cast(Any, self.model_wrapped),
             self.accelerator,
             generation_kwargs=self.generation_kwargs,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            gradient_checkpointing_kwargs=cast(Any, self.args.gradient_checkpointing_kwargs),
         ):
             for ids, num_members in _runs(prompt_ids):
                 prompt = torch.tensor(ids, device=self.accelerator.device)
@@ -173,7 +176,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         return ids[: ends[0] + 1] if ends else ids
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with whole_groups(self.num_generations):
+        with whole_groups(self._group_size):
             return super()._prepare_inputs(generation_batch)
 
     # ---------------------------------------------------------------- scoring
@@ -258,8 +261,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         num_rows = input_ids.shape[0]
-        first = (self._step % self.args.steps_per_generation) * num_rows
-        ends = [(first + row + 1) % self.num_generations == 0 for row in range(num_rows)]
+        steps = cast(int, self._options.steps_per_generation)
+        first = (self._step % steps) * num_rows
+        ends = [(first + row + 1) % self._group_size == 0 for row in range(num_rows)]
         # A group that an optimizer step cuts is captured again with the new weights.
         complete = [end or self.accelerator.sync_gradients for end in ends]
         cuts = [row + 1 for row in range(num_rows) if ends[row]]
@@ -274,7 +278,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         ledger = self.engine.ledger
         self._log_engine("state_bytes", ledger.state_bytes)
         self._log_engine("captures", ledger.num_captures)
-        for phase, seconds in ledger.seconds().items():
+        for phase, seconds in ledger.take_seconds().items():
             self._log_engine(f"seconds/{phase}", seconds)
 
     def _log_engine(self, name: str, value: float) -> None:

@@ -52,6 +52,4 @@ def backward(
     params: "BlockParams",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_attention_backward`."""
-    return _backward(
-        grad_out, q, k, v, out, lse, 0.0, params.causal, scale=params.softmax_scale
-    )
+    return _backward(grad_out, q, k, v, out, lse, 0.0, params.causal, scale=params.softmax_scale)

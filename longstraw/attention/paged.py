@@ -9,13 +9,14 @@ history for each chunk.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from longstraw_kernels.lse_merge import add_sink, merge_lse
 from longstraw_kernels.page_attention import (
     BlockParams,
     block_attention,
     block_attention_backward,
 )
-from torch import Tensor
 
 from ..state import LayerHandle, Page
 
@@ -111,9 +112,7 @@ class _Saved:
 class _Blocks:
     """The key blocks one attention call reads: pages of the history, and the own keys."""
 
-    def __init__(
-        self, handle: LayerHandle, options: AttentionOptions, shape: torch.Size
-    ) -> None:
+    def __init__(self, handle: LayerHandle, options: AttentionOptions, shape: torch.Size) -> None:
         self.handle = handle
         self.options = options
         self.batch, _, self.q_len, _ = shape
@@ -186,7 +185,9 @@ class _Blocks:
 
     def _own_is_causal(self, key: Tensor) -> bool:
         # One query at the end of the own keys sees all of them; a mask would only cost.
-        return not (self.q_len == 1 and self.handle.own_start + key.shape[-2] - 1 == self.handle.q_start)
+        return not (
+            self.q_len == 1 and self.handle.own_start + key.shape[-2] - 1 == self.handle.q_start
+        )
 
     def _own_tiles(self, key: Tensor) -> list[slice]:
         size = self.handle.store.page_size

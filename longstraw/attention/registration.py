@@ -58,13 +58,17 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_function)
 
 
 @contextmanager
-def paged_attention_on(decoder: nn.Module) -> Iterator[None]:
-    """Let `decoder`'s layers attend through pages inside the context, and as before after it."""
-    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+def attend_with(model: nn.Module, name: str = ATTENTION_NAME) -> Iterator[None]:
+    """Let `model`'s layers use the attention registered as `name` inside, and as before after."""
+    configs: dict[int, Any] = {
+        id(m.config): m.config
+        for m in model.modules()
+        if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
-            config._attn_implementation = ATTENTION_NAME
+            config._attn_implementation = name
         yield
     finally:
         for key, config in configs.items():

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention import attend_with
 from ..engine import GroupScores
 from ..errors import UnsupportedModelError
 from ..models import RouterSums
@@ -58,14 +60,12 @@ def full_sequence_step(
             )
             for ids in group.completion_ids
         ]
-        width = max(ids.numel() for ids in group.completion_ids)
+        router = [row.router for row in rows if row.router is not None]
         scores.append(
             GroupScores(
-                torch.stack([nn.functional.pad(s.logps[0], (0, width - s.logps.shape[1])) for s in rows]),
-                torch.stack(
-                    [nn.functional.pad(s.entropies[0], (0, width - s.entropies.shape[1])) for s in rows]
-                ),
-                RouterSums.cat([s.router for s in rows if s.router]) if with_router else None,
+                pad_sequence([row.logps[0] for row in rows], batch_first=True),
+                pad_sequence([row.entropies[0] for row in rows], batch_first=True),
+                RouterSums.cat(router) if router else None,
             )
         )
     loss = loss_of(scores)
@@ -102,12 +102,14 @@ def full_sequence_scores(
 
 
 def _router_sums(model: nn.Module, router_logits: Sequence[Tensor]) -> RouterSums:
-    config = model.config  # type: ignore[attr-defined]
+    config: Any = model.config
     field = SERVED_FAMILIES[config.model_type].router_top_k
     assert field is not None
     probs = [torch.softmax(logits, dim=-1) for logits in router_logits]
     chosen = [p.topk(getattr(config, field), dim=-1).indices.flatten() for p in probs]
-    counts = torch.stack([c.bincount(minlength=p.shape[-1]) for c, p in zip(chosen, probs, strict=True)])
+    counts = torch.stack(
+        [c.bincount(minlength=p.shape[-1]) for c, p in zip(chosen, probs, strict=True)]
+    )
     num_rows = torch.tensor([float(sum(p.shape[0] for p in probs))])
     return RouterSums(
         counts.sum(0).float()[None], torch.stack([p.sum(0) for p in probs]).sum(0)[None], num_rows
@@ -118,19 +120,12 @@ def _router_sums(model: nn.Module, router_logits: Sequence[Tensor]) -> RouterSum
 def _prompt_state_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
     """Run the model's eager attention with the first `num_tokens` keys and values detached."""
     name = _STOPPED_NAME if num_tokens else "eager"
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    before = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
     _prompt_len.append(num_tokens)
     try:
-        for config in configs.values():
-            if hasattr(config, "_attn_implementation"):
-                config._attn_implementation = name
-        yield
+        with attend_with(model, name):
+            yield
     finally:
         _prompt_len.pop()
-        for key, config in configs.items():
-            if hasattr(config, "_attn_implementation"):
-                config._attn_implementation = before[key]
 
 
 def _stopped_attention(

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import paged_attention_on
+from ..attention import attend_with
 from ..errors import DataError
 from ..state import ChunkCache
 from .registry import Family, check_checkpointing, check_model
+
+_BEYOND_POSITIONS = (
+    ", extend the positions (model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', ...}, "
+    "'max_position_embeddings': ...}), or run beyond them knowingly with allow_extrapolation=True "
+    "(longstraw_allow_extrapolation=True in the trainer)."
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class PolicyVersion:
 
     Attributes:
         step: updates announced by `Engine.weights_changed`.
-        writes: in-place writes to the parameters, as torch counts them.
+        writes: in-place writes to the trainable parameters, as torch counts them.
         adapters: the active PEFT adapters, None when they are switched off.
     """
 
@@ -68,7 +74,7 @@ class Decoder:
         self.base: PreTrainedModel = (
             model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[assignment,operator]
         )
-        self.family: Family = check_model(self.base, allow_extrapolation)
+        self.family: Family = check_model(self.base)
         self.autocast = autocast
         self.decoder: nn.Module = self.base.get_decoder()
         self.allow_extrapolation = allow_extrapolation
@@ -84,7 +90,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return self.base.get_input_embeddings().weight.device
+        return next(self.base.parameters()).device
 
     @property
     def num_experts_per_token(self) -> int | None:
@@ -97,7 +103,8 @@ class Decoder:
 
     def policy_version(self, step: int) -> PolicyVersion:
         """The version that a capture made now would have."""
-        writes = sum(p._version for p in self.model.parameters())
+        # Trainable ones only: PEFT swaps frozen expert weights for views during a forward.
+        writes = sum(p._version for p in self.trainable_parameters())
         return PolicyVersion(step, writes, self._active_adapters())
 
     @contextmanager
@@ -111,7 +118,7 @@ class Decoder:
         with ExitStack() as stack:
             self._is_attached = True
             stack.callback(setattr, self, "_is_attached", False)
-            stack.enter_context(paged_attention_on(self.decoder))
+            stack.enter_context(attend_with(self.decoder))
             for layer in layers:
                 # Our caches only read, so a recomputed layer sees the same states.
                 layer._can_checkpoint_with_cache = True
@@ -132,11 +139,13 @@ class Decoder:
                 use_cache=False,  # keep ours; do not make one
                 **options,
             )
-        return ChunkOutput(output.last_hidden_state, tuple(output.router_logits or ()) if with_router else ())
+        router_logits = tuple(output.router_logits) if with_router else ()
+        return ChunkOutput(output.last_hidden_state, router_logits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap."""
         head = self.base.get_output_embeddings()
+        assert head is not None, "a causal LM without a head"
         with self.autocast():
             logits = head(hidden)
         if logits.dtype != torch.float64:
@@ -147,7 +156,7 @@ class Decoder:
     def state_bytes(self, num_tokens: int, with_cotangents: bool) -> int:
         """Bytes that the state of `num_tokens` takes: keys and values of every layer.
 
-            L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents)
+        L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents)
         """
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -161,21 +170,19 @@ class Decoder:
     def check_positions(self, num_positions: int) -> None:
         """Raise if the model was not made for this many positions."""
         limit = getattr(self.config, "max_position_embeddings", None)
-        learned = self.family.model_type == "gpt2"
+        learned = self.family.has_learned_positions
         if limit is None or num_positions <= limit or (self.allow_extrapolation and not learned):
             return
-        way_out = "" if learned else (
-            ", extend the positions (model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', "
-            "...}, 'max_position_embeddings': ...}), or run beyond them knowingly with "
-            "allow_extrapolation=True (longstraw_allow_extrapolation in the trainer)"
-        )
+        way_out = "." if learned else _BEYOND_POSITIONS
         raise DataError(
             f"prompt and response need {num_positions:,} positions; the model has "
-            f"max_position_embeddings={limit:,}. Nothing was truncated. Shorten the prompt{way_out}."
+            f"max_position_embeddings={limit:,}. Nothing was truncated. "
+            f"Shorten the prompt{way_out}"
         )
 
     def _active_adapters(self) -> tuple[str, ...] | None:
         for module in self.base.modules():
-            if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
-                return None if module.disable_adapters else tuple(module.active_adapters)
+            active: Any = getattr(module, "active_adapters", None)
+            if isinstance(active, list) and hasattr(module, "disable_adapters"):
+                return None if module.disable_adapters else tuple(active)
         return ()

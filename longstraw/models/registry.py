@@ -1,8 +1,8 @@
 """Which model families are served, and the checks a model must pass before the engine runs it.
 
-A family is listed when its per-parameter gradients are compared with the full-sequence step in
-`tests/engine/test_exact_gradient.py`. Everything else is refused by name: an architecture that keeps
-other state than keys and values would lose it silently.
+A family is listed when its per-parameter gradients are compared with the full-sequence step, in
+`tests/engine/test_exact_gradient.py`. Everything else is refused by name: an architecture that
+keeps other state than keys and values would lose it silently.
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,14 @@ class Family:
         feature: what it needs beyond plain causal attention, for reports.
         can_checkpoint: whether gradient checkpointing keeps the cache.
         router_top_k: name of the config field with the experts per token; None without experts.
+        has_learned_positions: positions are rows of a table, so there is nothing beyond its end.
     """
 
     model_type: str
     feature: str = ""
     can_checkpoint: bool = True
     router_top_k: str | None = None
+    has_learned_positions: bool = False
 
 
 _FAMILIES = (
@@ -42,19 +44,15 @@ _FAMILIES = (
     Family("gemma3_text", "sliding window"),
     Family("gpt_oss", "sinks, sliding window, experts", router_top_k="num_experts_per_tok"),
     Family("qwen3_moe", "experts", router_top_k="num_experts_per_tok"),
-    Family("gpt2", "learned positions", can_checkpoint=False),
+    Family("gpt2", "learned positions", can_checkpoint=False, has_learned_positions=True),
 )
 SERVED_FAMILIES = {family.model_type: family for family in _FAMILIES}
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def check_model(model: PreTrainedModel, allow_extrapolation: bool = False) -> Family:
-    """The model's family, or an error that says why it cannot be served.
-
-    Args:
-        model: the base causal LM (without the PEFT wrapper).
-        allow_extrapolation: see `EngineConfig`.
+def check_model(model: PreTrainedModel) -> Family:
+    """The family of a base causal LM, or an error that says why it cannot be served.
 
     Raises:
         UnsupportedModelError: the family is not served, or a feature of it is not.
@@ -75,7 +73,7 @@ def check_model(model: PreTrainedModel, allow_extrapolation: bool = False) -> Fa
 
 def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
     """Refuse gradient checkpointing that would drop the cache."""
-    if not model.is_gradient_checkpointing:
+    if not model.is_activation_checkpointing:
         return
     if not family.can_checkpoint:
         raise ConfigError(
@@ -126,6 +124,6 @@ def _check_dropout(model: nn.Module) -> None:
         if isinstance(attention_dropout, (int, float)) and attention_dropout > 0:
             raise ConfigError(
                 f"{name or 'the model'} has attention_dropout {attention_dropout}; a replay would "
-                'draw another mask than the capture. Load the model with attention_dropout=0.0 '
+                "draw another mask than the capture. Load the model with attention_dropout=0.0 "
                 '(for example model_init_kwargs={"attention_dropout": 0.0}).'
             )

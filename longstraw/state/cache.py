@@ -113,7 +113,7 @@ class ChunkCache(Cache):
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """The chunk's own keys and values in `layer`, `[B, K, C, D]` each."""
-        own = self.layers[layer].own
+        own = getattr(self.layers[layer], "own")  # noqa: B009  (typed as any kind of layer)
         assert own is not None, f"layer {layer} did not pass through the cache"
         return own
 
@@ -164,4 +164,3 @@ def _grow_into(buffer: Tensor | None, used: int, new: Tensor) -> Tensor:
         buffer = grown
     buffer[..., used:needed, :] = new
     return buffer
-

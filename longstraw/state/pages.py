@@ -66,5 +66,7 @@ class Page:
         """What readers left, zeros where nobody read."""
         if self.key_cotangent is None or self.value_cotangent is None:
             dtype = self.cotangent_dtype
-            return torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(self.value, dtype=dtype)
+            return torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(
+                self.value, dtype=dtype
+            )
         return self.key_cotangent, self.value_cotangent

@@ -91,4 +91,3 @@ class SegmentState:
         for layer in self._pages:
             for pages in layer.values():
                 yield from pages
-

@@ -1,71 +1,128 @@
-"""Running stock TRL and LongStraw on the same completions, and comparing what they did."""
+"""Running stock TRL and LongStraw on the same completions, and comparing what they did.
+
+A `Setting` is one combination of options. `train` runs it with either trainer; `worst_parameter`
+and `worst_metric` say how far apart two runs are. Completions come from a rollout function that
+gives both trainers the same ones, so a difference is one of scoring, loss or gradient.
+
+Knows both trainers; knows nothing of the engine.
+"""
 
 import contextlib
+import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
+
+from tests.models import VOCAB, tiny_model
 from trl_integration import LongStrawGRPOConfig, LongStrawGRPOTrainer
 from trl_integration.seams import whole_groups
 
-VOCAB = 97
-EOS = 1
+PAD, EOS = 0, 1
+FIRST_WORD = 2
+LONGEST_COMPLETION = 9
 PROMPT_LENGTHS = (1, 7, 12, 23, 17, 30, 5, 9)
+"""One token, less than a chunk (8), and more chunks than one; no two alike."""
+
+RolloutFunction = Callable[[list[Any], GRPOTrainer], dict[str, Any]]
+RewardFunction = Callable[..., list[float | None]]
+
+# ---------------------------------------------------------------- models
+
+
+def save_model(family: str, folder: Path, **changes: object) -> Path:
+    """Write a tiny random model of `family` with well-conditioned weights.
+
+    Weights have variance 1 / fan-in. The sharper ones of `tests.models` suit fp64; in fp32 their
+    rounding grows by 1e2 over five steps, to 1e-4 .. 1e-3 of a parameter's movement, and would hide
+    mistakes of that size. With these it stays below 3e-5.
+    """
+    model = tiny_model(family, **changes)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                continue  # norms, biases and sinks as `tests.models` made them
+            is_table = any(table in name for table in ("embed", "wte", "wpe"))
+            fan_in = 1 if is_table else parameter.shape[-1]
+            parameter.normal_(0.0, fan_in**-0.5, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model at `folder`, in fp32; loaded by path, because TRL loads its reference from there."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "eager"  # the same operators on every machine
+    return model
+
+
+# ---------------------------------------------------------------- data
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Words `w2` ... `w96`, one token each."""
-    vocab = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCAB)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w2"))
+    words = {f"w{i}": i for i in range(FIRST_WORD, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS, **words}, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w2"
     )
 
 
-def prompts_dataset(num_prompts: int = 8, seed: int = 0) -> Dataset:
+def prompts_dataset(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> Dataset:
+    """A random prompt of each length, and its number as a column for reward functions."""
     rng = random.Random(seed)
-    lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(num_prompts)]
-    texts = [" ".join(f"w{rng.randrange(2, VOCAB)}" for _ in range(n)) for n in lengths]
-    return Dataset.from_dict({"prompt": texts, "number": list(range(num_prompts))})
+    texts = [" ".join(f"w{rng.randrange(FIRST_WORD, VOCAB)}" for _ in range(n)) for n in lengths]
+    return Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))})
 
 
-def fixed_rollout(*, with_env_mask: bool = False) -> Callable[..., dict[str, Any]]:
-    """A rollout function that gives the same completions to every trainer that asks in turn."""
+def fixed_rollout(*, with_env_mask: bool = False) -> RolloutFunction:
+    """A rollout function that gives the same completions to every trainer that asks in turn.
+
+    Lengths are 1 ... 9 of at most 9 tokens; those of 9 are truncated, the others end with EOS.
+    """
     calls = 0
 
-    def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         nonlocal calls
         calls += 1
         rng = random.Random(1000 + calls)
-        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
-        completions = []
-        for _ in prompts:
-            length = rng.randint(1, 9)
-            ids = [rng.randrange(2, VOCAB) for _ in range(length)]
-            completions.append(ids if length == 9 else [*ids, EOS])  # 9: truncated, no EOS
+        completions = [_random_completion(rng) for _ in prompts]
         out = {
-            "prompt_ids": prompt_ids,
+            "prompt_ids": [trainer.processing_class(text)["input_ids"] for text in prompts],
             "completion_ids": completions,
             "logprobs": [[-rng.random() * 3 for _ in ids] for ids in completions],
         }
         if with_env_mask:
-            out["env_mask"] = [[int(rng.random() < 0.7) for _ in ids] for ids in completions]
+            # The first token stays: a completion without any is another case of TRL's (a mean of
+            # nothing), which it logs as NaN.
+            out["env_mask"] = [
+                [1, *(int(rng.random() < 0.6) for _ in ids[1:])] for ids in completions
+            ]
         return out
 
     return rollout
 
 
-def modular_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def _random_completion(rng: random.Random) -> list[int]:
+    length = rng.randint(1, LONGEST_COMPLETION)
+    ids = [rng.randrange(FIRST_WORD, VOCAB) for _ in range(length)]
+    return ids if length == LONGEST_COMPLETION else [*ids[:-1], EOS]
+
+
+def modular_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """A number that differs between most completions."""
-    return [float((sum(ids) % 7) / 3) for ids in completion_ids]
+    return [(sum(ids) % 7) / 3 for ids in completion_ids]
 
 
 def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -73,42 +130,48 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | Non
     return [None if len(ids) == 4 else -0.1 * len(ids) for ids in completion_ids]
 
 
-@dataclass
+# ---------------------------------------------------------------- one combination of options
+
+
+@dataclass(frozen=True)
 class Setting:
     """One combination of options, for both trainers.
 
     Attributes:
-        config: fields of `GRPOConfig` that differ from the base.
+        family: of the model, in `tests.models`; `variant` changes its config.
+        config: fields of `GRPOConfig` that differ from `BASE`.
         longstraw: `longstraw_*` fields.
-        trainer: keyword arguments of the trainer, made anew for each.
+        trainer: makes keyword arguments of the trainer, anew for each run.
+        rollout: makes the rollout function, anew for each run; None generates.
         prepare: called with each trainer before training.
+        wrap_model: called with the loaded model.
     """
 
+    family: str = "llama"
+    variant: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     longstraw: dict[str, Any] = field(default_factory=dict)
     trainer: Callable[[], dict[str, Any]] = dict
+    rewards: tuple[RewardFunction | nn.Module, ...] = (modular_reward,)
+    rollout: Callable[[], RolloutFunction] | None = fixed_rollout
     prepare: Callable[[GRPOTrainer], None] = lambda trainer: None
-    rewards: tuple[Callable[..., Any], ...] = (modular_reward,)
-    with_env_mask: bool = False
-    wrap_model: Callable[[Any], Any] = lambda model: model
+    wrap_model: Callable[[PreTrainedModel], nn.Module] = lambda model: model
+    dataset: Callable[[], Any] = prompts_dataset
+    tokenizer: Callable[[], PreTrainedTokenizerFast] = word_tokenizer
+
+    def but(self, **config: Any) -> "Setting":
+        """The same with other config fields."""
+        return replace(self, config={**self.config, **config})
 
 
-@dataclass
-class Outcome:
-    """Parameters after training and everything logged on the way."""
-
-    parameters: dict[str, torch.Tensor]
-    before: dict[str, torch.Tensor]
-    logs: list[dict[str, float]]
-    trainer: GRPOTrainer
-
-
-_BASE = dict(
+BASE: dict[str, Any] = dict(
     per_device_train_batch_size=4,
     num_generations=4,
-    max_completion_length=9,
+    max_completion_length=LONGEST_COMPLETION,
     max_steps=5,
-    learning_rate=1e-2,
+    # Large enough that a step is far above the rounding of the weights it changes, and that the
+    # policy ratio leaves 1 +- epsilon when completions are used twice.
+    learning_rate=0.1,
     lr_scheduler_type="constant",
     optim="sgd",
     max_grad_norm=1.0,
@@ -121,63 +184,143 @@ _BASE = dict(
     disable_tqdm=True,
     seed=3,
 )
+ADAMW: dict[str, Any] = dict(optim="adamw_torch", learning_rate=1e-3)
+# Chunks and pages that cut prompts and responses alike, and each other.
+_SMALL = dict(longstraw_chunk_size=8, longstraw_page_size=3)
 
 
-def run(setting: Setting, model_path: Path, out: Path, *, longstraw: bool) -> Outcome:
-    """Train the model at `model_path` under `setting` with either trainer."""
-    options = {**_BASE, **setting.config}
-    model = setting.wrap_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+@dataclass(frozen=True)
+class Outcome:
+    """What one training left.
+
+    Attributes:
+        before, after: parameters by name.
+        logs: everything logged on the way.
+        advantages: of the last generation batch, in order.
+    """
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    logs: list[dict[str, float]]
+    advantages: list[float]
+    trainer: GRPOTrainer
+
+    def logged(self, key: str) -> list[float]:
+        """The values of `key`, in order."""
+        return [log[key] for log in self.logs if key in log]
+
+
+def make_trainer(setting: Setting, model_path: Path, out: Path, *, longstraw: bool) -> GRPOTrainer:
+    """Either trainer, ready to train."""
+    torch.manual_seed(11)  # adapters are initialized before TRL sets its own seed
+    model = setting.wrap_model(load_model(model_path))
+    options = {**BASE, **setting.config}
+    trainer_class: type[GRPOTrainer] = GRPOTrainer
+    args = GRPOConfig(str(out), **options)
     if longstraw:
-        small = dict(longstraw_chunk_size=8, longstraw_page_size=3)
-        args = LongStrawGRPOConfig(str(out), **options, **{**small, **setting.longstraw})
         trainer_class = LongStrawGRPOTrainer
-    else:
-        args, trainer_class = GRPOConfig(str(out), **options), GRPOTrainer
-    keywords = {"rollout_func": fixed_rollout(with_env_mask=setting.with_env_mask)}
+        args = LongStrawGRPOConfig(str(out), **options, **{**_SMALL, **setting.longstraw})
     trainer = trainer_class(
         model=model,
         reward_funcs=list(setting.rewards),
         args=args,
-        train_dataset=prompts_dataset(),
-        processing_class=word_tokenizer(),
-        **{**keywords, **setting.trainer()},
+        train_dataset=setting.dataset(),
+        processing_class=setting.tokenizer(),
+        **{
+            **({} if setting.rollout is None else {"rollout_func": setting.rollout()}),
+            **setting.trainer(),
+        },
     )
     setting.prepare(trainer)
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    # Stock TRL shuffles rows; to compare the same micro-batches both shuffle whole groups.
-    with contextlib.nullcontext() if longstraw else whole_groups(options["num_generations"]):
-        trainer.train()
-    after = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    return Outcome(after, before, trainer.state.log_history, trainer)
+    return trainer
 
 
-def worst_parameter(ours: Outcome, stock: Outcome) -> tuple[float, str]:
-    """Largest |difference| / |movement| over the trained parameters, in the L2 norm.
+@contextlib.contextmanager
+def same_micro_batches(trainer: GRPOTrainer) -> Iterator[None]:
+    """Let stock TRL put the same rows into each micro-batch as LongStraw does.
+
+    TRL shuffles the rows of a generation batch over its micro-batches; LongStraw shuffles whole
+    groups. Which rows meet in a micro-batch changes TRL's own numbers where it averages per
+    micro-batch (loss types "bnpo" and the logged means). With one micro-batch per generation the
+    order does not matter, and stock TRL is left untouched.
+    """
+    is_longstraw = isinstance(trainer, LongStrawGRPOTrainer)
+    if is_longstraw or trainer.args.steps_per_generation == 1:
+        yield
+        return
+    with whole_groups(trainer.num_generations):
+        yield
+
+
+def train(
+    setting: Setting, model_path: Path, out: Path, *, longstraw: bool, **options: Any
+) -> Outcome:
+    """Train the model at `model_path` under `setting`; `options` go to `Trainer.train`."""
+    trainer = make_trainer(setting, model_path, out, longstraw=longstraw)
+    before = _parameters(trainer)
+    with same_micro_batches(trainer):
+        trainer.train(**options)
+    advantages = list(trainer._logs["advantages"])
+    return Outcome(before, _parameters(trainer), trainer.state.log_history, advantages, trainer)
+
+
+def _parameters(trainer: GRPOTrainer) -> dict[str, Tensor]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# ---------------------------------------------------------------- comparison
+
+Worst = tuple[float, str]
+"""The largest difference and where it is."""
+
+
+def worst_parameter(ours: dict[str, Tensor], stock: Outcome) -> Worst:
+    """Largest |ours - stock| / |stock's movement| over parameters, in the L2 norm of each.
 
     Relative to how far stock TRL moved the parameter, not to its size: a gradient that is lost
-    altogether then counts as 1 however small the learning rate.
+    altogether then counts as 1 however small the learning rate. Parameters that moved less than
+    1e-3 of the whole are held against that; frozen ones thus have to stay where they are.
     """
-    worst = (0.0, "")
-    total = sum((stock.parameters[n] - b).norm() ** 2 for n, b in stock.before.items()) ** 0.5
-    for name, before in stock.before.items():
-        moved = (stock.parameters[name] - before).norm()
-        error = (ours.parameters[name] - stock.parameters[name]).norm()
-        worst = max(worst, (float(error / max(moved, 1e-3 * total)), name))
+    assert ours.keys() == stock.after.keys(), ours.keys() ^ stock.after.keys()
+    moved = {name: (stock.after[name] - p).norm() for name, p in stock.before.items()}
+    total = torch.stack(list(moved.values())).norm()
+    assert 0 < total < math.inf, f"stock TRL moved the parameters by {total}"
+    worst: Worst = (0.0, "")
+    for name, after in stock.after.items():
+        error = float((ours[name] - after).norm() / torch.maximum(moved[name], 1e-3 * total))
+        assert math.isfinite(error), f"{name} is not finite"
+        worst = max(worst, (error, name))
     return worst
 
 
-IGNORED_LOGS = ("runtime", "samples_per_second", "steps_per_second", "step_time", "total_flos")
+_NOT_COMPARED = ("runtime", "samples_per_second", "steps_per_second", "step_time", "total_flos")
+"""Logged times, and the flops that `Trainer` estimates from inputs that GRPO does not have."""
 
 
-def worst_metric(ours: Outcome, stock: Outcome) -> tuple[float, str]:
-    """Largest relative difference over all logged numbers; a missing one counts as infinite."""
-    worst = (0.0, "")
-    for our_log, log in zip(ours.logs, stock.logs, strict=True):
-        for key, value in log.items():
-            if any(name in key for name in IGNORED_LOGS) or value is None:
+def worst_metric(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> Worst:
+    """Largest relative difference over all logged numbers.
+
+    Relative to the number, or to 0.01 if it is smaller: losses are small differences of large
+    sums. A key that only stock TRL logs counts as infinite, and so does one that only LongStraw
+    logs unless it begins with `longstraw/`.
+    """
+    assert len(ours) == len(stock), f"{len(ours)} logs against {len(stock)}"
+    worst: Worst = (0.0, "")
+    for our_log, log in zip(ours, stock, strict=True):
+        for key in our_log.keys() | log.keys():
+            if "longstraw/" in key or any(name in key for name in _NOT_COMPARED):
                 continue
-            error = float("inf")
-            if our_log.get(key) is not None:
-                error = abs(our_log[key] - value) / max(1.0, abs(value))
+            error = math.inf
+            if key in our_log and key in log:
+                error = _relative(our_log[key], log[key])
             worst = max(worst, (error, key))
     return worst
+
+
+def _relative(a: float | None, b: float | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    if math.isnan(a) or math.isnan(b):
+        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
+    return abs(a - b) / max(abs(b), 1e-2)

@@ -1,0 +1,84 @@
+"""The claim that everything else serves: with this trainer a policy gets better at its task.
+
+Equal gradients are shown elsewhere, per parameter and in double precision. Here nothing is compared;
+a reward either rises or does not, over the whole path from rollout to optimizer step.
+"""
+
+from pathlib import Path
+from statistics import mean
+
+from tiny_retrieval import exact_match, retrieval_rows, sampled_accuracy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trl_integration import LongStrawGRPOConfig, LongStrawGRPOTrainer
+
+NUM_PROMPTS = 4
+"""Groups in a step. With 2 the gradient is so noisy that the policy can collapse to reward 0."""
+
+
+def train(
+    policy: tuple[LlamaForCausalLM, PreTrainedTokenizerFast],
+    output_dir: Path,
+    learning_rate: float,
+    max_steps: int,
+) -> list[float]:
+    """Run GRPO on the retriever, in place, and give the mean reward of each step."""
+    model, tokenizer = policy
+    args = LongStrawGRPOConfig(
+        output_dir=str(output_dir),
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=NUM_PROMPTS * 8,
+        num_generations=8,
+        max_completion_length=2,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        seed=2,
+    )
+    trainer = LongStrawGRPOTrainer(
+        model=model,
+        reward_funcs=exact_match,
+        args=args,
+        train_dataset=retrieval_rows(NUM_PROMPTS * max_steps, seed=3),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_grpo_turns_a_noisy_retriever_into_a_good_one(retriever, tmp_path):
+    """40 steps of 4 prompts x 8 generations lift the mean reward by at least 0.3.
+
+    Plain TRL gives, from the first 5 to the last 10 steps, 0.31 -> 0.67, 0.22 -> 0.85 and
+    0.22 -> 0.91 for seeds 0, 1 and 2; the test runs seed 2. Prompts are fresh in every step, so this
+    is not learning by heart; the sampled accuracy on prompts that no step saw (there 0.23 -> 0.91)
+    guards against a reward that is merely logged wrong. A failure with equal gradients elsewhere
+    points at sampling, rewards, advantages or the optimizer step; a rise of about half of this is
+    what a dropped prompt gradient looks like.
+    """
+    model, tokenizer = retriever
+    accuracy_before = sampled_accuracy(model, tokenizer)
+
+    rewards = train(retriever, tmp_path, learning_rate=3e-4, max_steps=40)
+
+    assert len(rewards) == 40
+    assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.3
+    assert sampled_accuracy(model, tokenizer) - accuracy_before >= 0.3
+
+
+def test_without_a_learning_rate_the_reward_stays_where_it_was(retriever, tmp_path):
+    """The control: the same run with learning rate 0 moves the reward only by sampling noise.
+
+    5 steps are 160 replies to 20 prompts; CONTROL_TEXT
+    A failure means that rewards drift for a reason other than learning, for
+    example with the step or with what earlier steps left behind.
+    """
+    rewards = train(retriever, tmp_path, learning_rate=0.0, max_steps=15)
+
+    assert abs(mean(rewards[-5:]) - mean(rewards[:5])) < 0.2

@@ -1,0 +1,23 @@
+"""Fixtures of the tests against TRL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trl.parity import save_model
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`model_path(family, **changes)`: a folder with that tiny model, written once."""
+    written: dict[str, Path] = {}
+
+    def path(family: str = "llama", **changes: Any) -> Path:
+        key = f"{family}-{sorted(changes.items())}"
+        if key not in written:
+            written[key] = save_model(family, tmp_path_factory.mktemp(family), **changes)
+        return written[key]
+
+    return path

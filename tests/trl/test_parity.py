@@ -1,0 +1,484 @@
+"""Training with LongStraw gives what training with stock TRL gives: parameters and all metrics.
+
+Both trainers get the same model, prompts and completions and make five optimizer steps. Then, per
+parameter, |ours - stock| is at most 1e-4 of how far stock TRL moved it, and every number that stock
+TRL logs is logged here and equal to 1e-4. The tolerance is that of fp32: gradients of one step
+agree to about 1e-6 (the same sums in another order), and five steps and the optimizer amplify that
+to 1e-5 on these well-conditioned models. A mistake (a wrong scale, a lost part of the gradient, a
+row too many) is of the order of 1.
+
+Each combination also shows that its option matters: stock TRL without the option ends elsewhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
+
+from tests.trl.parity import (
+    ADAMW,
+    Outcome,
+    Setting,
+    fixed_rollout,
+    length_reward,
+    modular_reward,
+    prompts_dataset,
+    train,
+    word_tokenizer,
+    worst_metric,
+    worst_parameter,
+)
+
+TOLERANCE = 1e-4
+# An option counts as having an effect if it changes where stock TRL ends by more than this, relative
+# to the movement of the parameter it changes most. 100 times what would be accepted as equal.
+EFFECT = 1e-2
+
+ModelPath = Callable[..., Path]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Options that both trainers are compared under.
+
+    Attributes:
+        setting: the options.
+        without: the same without the option that the combination is about. None for options that
+            say how a gradient is computed and not which.
+    """
+
+    setting: Setting
+    without: Setting | None = Setting()
+
+
+def assert_same_training(
+    name: str, setting: Setting, model_path: ModelPath, tmp_path: Path
+) -> tuple[Outcome, Outcome]:
+    """Train with both, compare, and return (stock, ours)."""
+    path = model_path(setting.family, **setting.variant)
+    stock = train(setting, path, tmp_path / "stock", longstraw=False)
+    ours = train(setting, path, tmp_path / "ours", longstraw=True)
+    parameter, metric = worst_parameter(ours.after, stock), worst_metric(ours.logs, stock.logs)
+    # `pytest -s` gives the table of all combinations.
+    print(f"| {name} | {parameter[0]:.1e} {parameter[1]} | {metric[0]:.1e} {metric[1]} |")
+    assert parameter[0] <= TOLERANCE, parameter
+    assert metric[0] <= TOLERANCE, metric
+    assert ours.advantages == pytest.approx(stock.advantages, rel=TOLERANCE, abs=1e-6)
+    return stock, ours
+
+
+# ---------------------------------------------------------------- the losses
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_trains_as_stock_trl(
+    loss_type: str, optimizer: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """Completions are used twice, so that ratios leave 1 and clipping, gates and weights act."""
+    setting = Setting(config={"loss_type": loss_type, "num_iterations": 2, "max_steps": 6})
+    if optimizer == "adamw":
+        setting = setting.but(**ADAMW)
+    assert_same_training(f"{loss_type}, {optimizer}", setting, model_path, tmp_path)
+
+
+def test_clipping_acts_in_the_comparison_of_losses(model_path: ModelPath, tmp_path: Path) -> None:
+    """Otherwise all clipped losses would be the same loss, and equality would say little."""
+    setting = Setting(config={"loss_type": "grpo", "num_iterations": 2, "max_steps": 6})
+    stock, _ = assert_same_training("clipping", setting, model_path, tmp_path)
+    assert max(stock.logged("clip_ratio/region_mean")) > 0.05
+
+
+# ---------------------------------------------------------------- options
+
+
+def lora(**changes: Any) -> Callable[[], dict[str, Any]]:
+    """Keyword arguments with a LoRA adapter."""
+    options = {"r": 4, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    return lambda: {"peft_config": LoraConfig(**{**options, **changes})}
+
+
+def trained_adapter(model: PreTrainedModel) -> nn.Module:
+    """`model` with an adapter that already does something, as when training is taken up again."""
+    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1, generator=generator)
+    return peft_model
+
+
+def with_eval_dataset() -> dict[str, Any]:
+    return {"eval_dataset": prompts_dataset((4, 19, 11), seed=9)}
+
+
+def twice_the_same_prompts() -> Any:
+    """Prompts of which each comes twice in a batch of two groups."""
+    prompts = prompts_dataset((23, 9))
+    return prompts.select([0, 0, 1, 1, 0, 0, 1, 1])
+
+
+def as_stream() -> Any:
+    return prompts_dataset().to_iterable_dataset()
+
+
+def tiny_reward_model() -> nn.Module:
+    """A reward model: a sequence classifier with its own copy of the tokenizer's ids."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, pad_token_id=0, num_labels=1, name_or_path="tiny-reward",
+    )  # fmt: skip
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+async def async_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    return [float(len(set(ids))) for ids in completion_ids]
+
+
+TWO_REWARDS = (modular_reward, length_reward)
+KL = {"beta": 0.2}
+TWICE = {"num_iterations": 2}
+_lora = Setting(trainer=lora())
+_twice = Setting(config=TWICE)
+_two_rewards = Setting(rewards=TWO_REWARDS, config={"reward_weights": [1.0, 0.5]})
+
+COMBINATIONS: dict[str, Combination] = {
+    # The reference policy.
+    "beta, reference model": Combination(Setting(config=KL)),
+    "beta, reference model, adamw": Combination(Setting(config={**KL, **ADAMW}), Setting(config=ADAMW)),
+    "beta, KL without bias correction": Combination(
+        Setting(config={**KL, **TWICE, "use_bias_correction_kl": False}),
+        Setting(config={**KL, **TWICE}),
+    ),
+    "beta, reference model synced": Combination(
+        Setting(config={**KL, "sync_ref_model": True, "ref_model_sync_steps": 2}),
+        Setting(config=KL),
+    ),
+    "beta, LoRA switched off for the reference": Combination(replace(_lora, config=KL), _lora),
+    "beta, a trained adapter copied as reference": Combination(
+        Setting(wrap_model=trained_adapter, config=KL), Setting(wrap_model=trained_adapter)
+    ),
+    # Adapters.
+    "LoRA": Combination(_lora, None),
+    "LoRA, adamw": Combination(_lora.but(**ADAMW), None),
+    "LoRA, gradient checkpointing": Combination(_lora.but(gradient_checkpointing=True), None),
+    "LoRA, embeddings trained": Combination(
+        Setting(trainer=lora(modules_to_save=["embed_tokens"], target_modules=["q_proj", "v_proj"])),
+        None,
+    ),
+    "DoRA": Combination(Setting(trainer=lora(use_dora=True)), None),
+    # Ratios, and completions used more than once.
+    "num_iterations 2": Combination(_twice),
+    "GSPO": Combination(
+        Setting(config={**TWICE, "loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        Setting(config={**TWICE, "loss_type": "grpo"}),
+    ),
+    "luspo on sequences": Combination(
+        Setting(config={**TWICE, "loss_type": "luspo", "importance_sampling_level": "sequence"}),
+        Setting(config={**TWICE, "loss_type": "luspo"}),
+    ),
+    "delta, two-sided clipping": Combination(
+        Setting(config={**TWICE, "delta": 1.05, "epsilon_high": 0.5}),
+        Setting(config={**TWICE, "epsilon_high": 0.5}),
+    ),
+    "epsilon_high": Combination(Setting(config={**TWICE, "epsilon_high": 0.01}), _twice),
+    "off_policy_mask_threshold": Combination(
+        Setting(config={**TWICE, "off_policy_mask_threshold": 3.0}), _twice
+    ),
+    # How a generation batch is cut into micro-batches and steps.
+    "accumulation 2, whole groups": Combination(Setting(config={"gradient_accumulation_steps": 2})),
+    "accumulation 4, one member at a time": Combination(
+        Setting(config={"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}), None
+    ),
+    "accumulation 2, half a group at a time": Combination(
+        Setting(config={"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}), None
+    ),
+    "accumulation 4, half a group at a time": Combination(
+        Setting(config={"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2})
+    ),
+    "accumulation 4, bnpo": Combination(
+        Setting(
+            config={
+                "gradient_accumulation_steps": 4,
+                "per_device_train_batch_size": 2,
+                "loss_type": "bnpo",
+            }
+        )
+    ),
+    "steps_per_generation 4, accumulation 1": Combination(
+        Setting(config={"steps_per_generation": 4, "gradient_accumulation_steps": 1})
+    ),
+    "steps_per_generation 4, accumulation 2, grpo": Combination(
+        Setting(
+            config={
+                "steps_per_generation": 4,
+                "gradient_accumulation_steps": 2,
+                "loss_type": "grpo",
+                "max_steps": 8,
+            }
+        )
+    ),
+    "steps_per_generation 2, accumulation 4": Combination(
+        Setting(
+            config={
+                "steps_per_generation": 2,
+                "gradient_accumulation_steps": 4,
+                "per_device_train_batch_size": 2,
+            }
+        )
+    ),
+    "steps_per_generation 2, accumulation 3": Combination(
+        Setting(
+            config={
+                "steps_per_generation": 2,
+                "gradient_accumulation_steps": 3,
+                "per_device_train_batch_size": 2,
+            }
+        )
+    ),
+    "a group cut by an optimizer step": Combination(
+        Setting(config={"steps_per_generation": 2, "per_device_train_batch_size": 2})
+    ),
+    "two groups in a micro-batch": Combination(Setting(config={"per_device_train_batch_size": 8})),
+    "two groups in a micro-batch, accumulation 2, num_iterations 2": Combination(
+        Setting(
+            config={**TWICE, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+        )
+    ),
+    "one prompt in both groups of a micro-batch": Combination(
+        Setting(
+            dataset=twice_the_same_prompts,
+            config={"per_device_train_batch_size": 8, "shuffle_dataset": False},
+        ),
+        Setting(config={"per_device_train_batch_size": 8, "shuffle_dataset": False}),
+    ),
+    "one prompt in groups of two micro-batches": Combination(
+        Setting(
+            dataset=twice_the_same_prompts,
+            config={"gradient_accumulation_steps": 2, "shuffle_dataset": False},
+        ),
+        Setting(config={"gradient_accumulation_steps": 2, "shuffle_dataset": False}),
+    ),
+    "last step of an epoch accumulates less": Combination(
+        Setting(
+            dataset=lambda: prompts_dataset((12, 7, 30)),
+            config={"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": -1,
+                    "num_train_epochs": 2},
+        )
+    ),  # fmt: skip
+    # Rewards and advantages.
+    "scale_rewards batch": Combination(
+        Setting(config={"scale_rewards": "batch", "per_device_train_batch_size": 8}),
+        Setting(config={"per_device_train_batch_size": 8}),
+    ),
+    "scale_rewards none": Combination(Setting(config={"scale_rewards": "none"})),
+    "two rewards, weighted": Combination(_two_rewards),
+    "normalize_then_sum": Combination(
+        _two_rewards.but(multi_objective_aggregation="normalize_then_sum"), _two_rewards
+    ),
+    "completions that no function scores": Combination(Setting(rewards=(length_reward,))),
+    "an async reward": Combination(Setting(rewards=(modular_reward, async_reward))),
+    "a reward model": Combination(
+        Setting(
+            rewards=(tiny_reward_model(),),
+            trainer=lambda: {"reward_processing_classes": [word_tokenizer()]},
+        )
+    ),
+    # Entropy.
+    "entropy bonus": Combination(Setting(config={"entropy_coef": 0.5})),
+    "entropy bonus, adaptive, accumulation 2": Combination(
+        Setting(
+            config={
+                "use_adaptive_entropy": True,
+                "entropy_coef": 0.3,
+                "entropy_coef_delta": 0.1,
+                "entropy_target": 5.0,
+                "gradient_accumulation_steps": 2,
+            }
+        ),
+        Setting(config={"gradient_accumulation_steps": 2}),
+    ),
+    "top_entropy_quantile": Combination(Setting(config={"top_entropy_quantile": 0.5})),
+    "top_entropy_quantile, entropy bonus, two groups": Combination(
+        Setting(
+            config={
+                "top_entropy_quantile": 0.5,
+                "entropy_coef": 0.5,
+                "per_device_train_batch_size": 8,
+            }
+        ),
+        Setting(config={"entropy_coef": 0.5, "per_device_train_batch_size": 8}),
+    ),
+    # Masks.
+    "environment mask": Combination(Setting(rollout=lambda: fixed_rollout(with_env_mask=True))),
+    "mask_truncated_completions": Combination(Setting(config={"mask_truncated_completions": True})),
+    "environment mask, truncated completions masked, beta": Combination(
+        Setting(
+            rollout=lambda: fixed_rollout(with_env_mask=True),
+            config={**KL, "mask_truncated_completions": True},
+        )
+    ),
+    "pad_to_multiple_of": Combination(Setting(config={"pad_to_multiple_of": 8}), None),
+    # The distribution that is scored.
+    "temperature": Combination(Setting(config={"temperature": 0.7})),
+    "temperature, beta, entropy bonus": Combination(
+        Setting(config={**KL, "temperature": 0.7, "entropy_coef": 0.3}),
+        Setting(config={**KL, "entropy_coef": 0.3}),
+    ),
+    "cast_lm_head_to_fp32": Combination(Setting(config={"cast_lm_head_to_fp32": True}), None),
+    # Mixtures of experts. Their auxiliary loss couples all rows of a micro-batch.
+    "qwen3_moe, auxiliary loss": Combination(
+        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.5}),
+        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
+    ),
+    "qwen3_moe, auxiliary loss, half a group at a time": Combination(
+        Setting(
+            "qwen3_moe",
+            config={
+                "router_aux_loss_coef": 0.5,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+            },
+        ),
+        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
+    ),
+    "qwen3_moe, auxiliary loss, masked rows, two groups": Combination(
+        Setting(
+            "qwen3_moe",
+            config={
+                "router_aux_loss_coef": 0.5,
+                "per_device_train_batch_size": 8,
+                "mask_truncated_completions": True,
+            },
+        ),
+        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
+    ),
+    "gpt_oss, auxiliary loss": Combination(
+        Setting("gpt_oss", config={"router_aux_loss_coef": 0.5}),
+        Setting("gpt_oss", config={"router_aux_loss_coef": 0.0}),
+    ),
+    # Models.
+    "tied embeddings": Combination(Setting("smollm2")),
+    "tied embeddings, adamw": Combination(Setting("smollm2", config=ADAMW)),
+    "tied embeddings, cast_lm_head_to_fp32": Combination(
+        Setting("smollm2", config={"cast_lm_head_to_fp32": True}), None
+    ),
+    "mistral, sliding window": Combination(Setting("mistral", {"sliding_window": 6})),
+    "gemma2, softcap and sliding window": Combination(Setting("gemma2", {"sliding_window": 6})),
+    "gemma3, sliding window": Combination(Setting("gemma3", {"sliding_window": 6})),
+    "qwen2": Combination(Setting("qwen2"), None),
+    "qwen3": Combination(Setting("qwen3"), None),
+    "smollm3": Combination(Setting("smollm3"), None),
+    # Learned positions: TRL counts them from the left padding, so only prompts of one length agree.
+    "gpt2, prompts of one length": Combination(
+        Setting("gpt2", dataset=lambda: prompts_dataset((11,) * 8)), None
+    ),
+    # How the engine runs.
+    "gradient checkpointing": Combination(Setting(config={"gradient_checkpointing": True}), None),
+    "replay_batch 3": Combination(Setting(longstraw={"longstraw_replay_batch": 3}), None),
+    "replay_batch 3, LoRA, beta, accumulation 2": Combination(
+        Setting(
+            trainer=lora(),
+            config={**KL, "gradient_accumulation_steps": 2},
+            longstraw={"longstraw_replay_batch": 3},
+        ),
+        None,
+    ),
+    "replay_batch 3, auxiliary loss": Combination(
+        Setting(
+            "qwen3_moe",
+            config={"router_aux_loss_coef": 0.5},
+            longstraw={"longstraw_replay_batch": 3},
+        ),
+        None,
+    ),
+    "pages on the host": Combination(Setting(longstraw={"longstraw_page_device": "host"}), None),
+    "chunks of one token": Combination(Setting(longstraw={"longstraw_chunk_size": 1}), None),
+    "one chunk and one page": Combination(
+        Setting(longstraw={"longstraw_chunk_size": 64, "longstraw_page_size": 64}), None
+    ),
+    "reference attention": Combination(
+        Setting(longstraw={"longstraw_attention": "reference"}), None
+    ),
+    "log-probs two rows at a time": Combination(
+        Setting(longstraw={"longstraw_logprob_chunk_size": 2}), None
+    ),
+    # A budget for one prompt's state and cotangents at a time (30 tokens take 29 KiB): the second
+    # group's capture drops the first's and scoring captures it again.
+    "a state budget": Combination(
+        Setting(
+            config={"gradient_accumulation_steps": 2, **KL},
+            longstraw={"longstraw_state_budget_gib": 48 / 2**20},
+        ),
+        None,
+    ),
+    # The loop around the steps.
+    "evaluation at every step": Combination(
+        Setting(
+            trainer=with_eval_dataset,
+            config={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+        ),
+        None,
+    ),
+    "evaluation, other group size, beta, accumulation 2": Combination(
+        Setting(
+            trainer=with_eval_dataset,
+            config={
+                **KL,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "per_device_eval_batch_size": 6,
+                "num_generations_eval": 2,
+                "gradient_accumulation_steps": 2,
+            },
+        ),
+        None,
+    ),
+    "evaluation between steps of one generation, auxiliary loss": Combination(
+        Setting(
+            "qwen3_moe",
+            trainer=with_eval_dataset,
+            config={
+                "router_aux_loss_coef": 0.5,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "per_device_eval_batch_size": 4,
+                "steps_per_generation": 2,
+                "per_device_train_batch_size": 2,
+            },
+        ),
+        None,
+    ),
+    "a stream of prompts": Combination(Setting(dataset=as_stream), None),
+    "logging every second step": Combination(Setting(config={"logging_steps": 2}), None),
+    "completions logged": Combination(Setting(config={"log_completions": True}), None),
+    "no gradient clipping": Combination(Setting(config={"max_grad_norm": 0.0}), Setting()),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_options_train_as_in_stock_trl(
+    name: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """See the module's docstring for the tolerance.
+
+    A failure in parameters and not in metrics means that the gradient is another than that of the
+    logged loss.
+    """
+    combination = COMBINATIONS[name]
+    stock, _ = assert_same_training(name, combination.setting, model_path, tmp_path)
+    if combination.without is not None:
+        setting = replace(combination.without, family=combination.setting.family)
+        path = model_path(setting.family, **setting.variant)
+        without = train(setting, path, tmp_path / "without", longstraw=False)
+        assert worst_parameter(without.after, stock)[0] > EFFECT
