@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longstraw_kernels.page_attention import available_impl
+
 from .backends import TorchBackend
 from .config import EngineConfig
 from .errors import StalePromptStateError
@@ -106,6 +108,21 @@ class Engine:
         self._gap = GradientGap()
         self._router_cotangents: dict[SegmentState, Tensor] = {}
         self._step = 0
+
+    def describe(self) -> str:
+        """One line on how this engine runs, for logs."""
+        config, decoder = self.config, self.decoder
+        device = decoder.device
+        attention = config.attention
+        if attention == "auto":
+            attention = f"auto ({available_impl(device)} where it can)"
+        per_token = decoder.state_bytes(1, with_cotangents=config.needs_prompt_backward)
+        return (
+            f"{decoder.family.model_type} on {device}, {config.prompt_gradient} prompt gradient, "
+            f"chunks of {config.chunk_size:,} tokens, pages of {config.page_size:,} on "
+            f"{self.store.device}, {per_token:,} bytes of state per prompt token, "
+            f"attention {attention}"
+        )
 
     # ---------------------------------------------------------------- the update
 

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, no warnings about experimental features."""
+"""What holds for every test: one thread, no network, GPU tests only where there is a GPU."""
 
 import os
 
@@ -6,7 +6,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch  # noqa: E402  (after the environment that its users read when imported)
+import pytest  # noqa: E402  (after the environment that its users read when imported)
+import torch  # noqa: E402
 
 # Operators on tiny tensors spend their time in barriers when they are spread over threads.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs where there are not enough of them."""
+    num_devices = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and num_devices < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))

@@ -81,6 +81,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._scores: list[GroupScores] | None = None
         self._rows: RowGroups | None = None
         self._shares_rollout = self._can_share_rollout()
+        if self.accelerator.is_main_process:
+            logger.info(f"LongStraw: {self.engine.describe()}.")
         self.add_callback(_WeightsChanged(self.engine))
 
     @property

@@ -29,16 +29,16 @@ class TorchBackend:
     def finalize(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the accumulated gradients over the ranks. A collective: every rank calls it.
 
-        A parameter without a gradient counts as zero, so that ranks whose members all had zero
-        advantage take part.
+        A parameter that no replay reached gets a zero gradient, not None: ranks must reduce the
+        same tensors, and an optimizer with momentum moves on a zero gradient, as it does in TRL.
         """
-        if not dist.is_available() or not dist.is_initialized():
-            return
-        world_size = dist.get_world_size(self.group)
-        if world_size == 1:
-            return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        world_size = dist.get_world_size(self.group)
+        for parameter in parameters if world_size > 1 else ():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=self.group)
             parameter.grad /= world_size

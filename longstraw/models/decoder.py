@@ -147,7 +147,7 @@ class Decoder:
         head = self.base.get_output_embeddings()
         assert head is not None, "a causal LM without a head"
         with self.autocast():
-            logits = head(hidden)
+            logits = head(hidden).to(hidden.device)
         if logits.dtype != torch.float64:
             logits = logits.float()
         softcap = getattr(self.config, "final_logit_softcapping", None)

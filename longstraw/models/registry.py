@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -58,6 +60,7 @@ def check_model(model: PreTrainedModel) -> Family:
         UnsupportedModelError: the family is not served, or a feature of it is not.
         ConfigError: an option of the model makes a replay differ from its capture.
     """
+    _check_transformers()
     config = model.config
     family = SERVED_FAMILIES.get(config.model_type)
     if family is None or config.is_encoder_decoder:
@@ -89,6 +92,16 @@ def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
                 "graph's inputs. Set "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
+
+
+def _check_transformers() -> None:
+    # The cache hands its pages to attention through `cache.update(..., kwargs=kwargs)`.
+    version = Version(transformers.__version__)
+    if not Version("5.24") <= version < Version("5.40"):
+        raise UnsupportedModelError(
+            f"transformers {version} is installed; its caches and attention layers meet in another "
+            "way than the engine needs. Install transformers>=5.24,<5.40."
+        )
 
 
 def _check_rope(config: Any) -> None:

@@ -56,7 +56,7 @@ def router_sums(router_logits: Sequence[Tensor], real: Tensor, top_k: int) -> Ro
     weights = real.to(torch.float32).unsqueeze(-1)
     counts, probs = [], []
     for logits in router_logits:
-        probabilities = torch.softmax(logits, dim=-1).view(*real.shape, -1)
+        probabilities = torch.softmax(logits.to(real.device), dim=-1).view(*real.shape, -1)
         chosen = torch.topk(probabilities, top_k, dim=-1).indices
         hits = torch.zeros_like(probabilities, dtype=torch.float32).scatter_(-1, chosen, 1.0)
         counts.append((hits * weights).sum(1))

@@ -56,6 +56,7 @@ def score_tokens(
         hidden: `[B, T, E]`; targets: `[B, T]`, negative where there is none.
         num_rows: rows whose logits exist at a time.
     """
+    targets = targets.to(hidden.device)  # a model split over devices ends on another one
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logps = torch.zeros(targets.shape, dtype=dtype, device=hidden.device).view(-1)
     entropies = torch.zeros_like(logps)
@@ -83,8 +84,10 @@ def backward_scores(
         `[B, T, E]`, zero where nothing is asked.
     """
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
-    logp_grad = cotangents.logps.reshape(-1)
-    entropy_grad = None if cotangents.entropies is None else cotangents.entropies.reshape(-1)
+    targets, logp_grad = targets.to(flat.device), cotangents.logps.to(flat.device).reshape(-1)
+    entropy_grad = cotangents.entropies
+    if entropy_grad is not None:
+        entropy_grad = entropy_grad.to(flat.device).reshape(-1)
     wanted = logp_grad != 0 if entropy_grad is None else (logp_grad != 0) | (entropy_grad != 0)
     grad = torch.zeros_like(flat)
     for rows in _slices(wanted & (targets.reshape(-1) >= 0), num_rows):

@@ -4,19 +4,23 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from longstraw import Engine, EngineConfig, GroupScores, PromptGroup, RouterSums
-from longstraw import load_balancing_loss
-from longstraw.audit import full_sequence_step
 from torch import Tensor, nn
 
+from longstraw import (
+    Engine,
+    EngineConfig,
+    GroupScores,
+    PromptGroup,
+    RouterSums,
+    load_balancing_loss,
+)
+from longstraw.audit import full_sequence_step
 from tests.models import VOCAB, Float64Islands
 
 Gradients = dict[str, Tensor]
 
 
-def random_groups(
-    shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 1
-) -> list[PromptGroup]:
+def random_groups(shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 1) -> list[PromptGroup]:
     """Groups of random tokens from (prompt length, response lengths)."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+
 from longstraw import (
     ConfigError,
     DataError,
@@ -14,7 +15,6 @@ from longstraw import (
     UnsupportedModelError,
 )
 from longstraw.attention import attend_with
-
 from tests.models import VOCAB, tiny_model
 
 

@@ -9,9 +9,9 @@ import functools
 
 import pytest
 import torch
-from longstraw import Engine, EngineConfig
 from peft import LoraConfig, get_peft_model
 
+from longstraw import Engine, EngineConfig
 from tests.engine.compare import (
     RandomLoss,
     engine_gradients,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from longstraw import Engine, EngineConfig
 from longstraw.audit import PeakTensorBytes, full_sequence_step
-
 from tests.engine.compare import RandomLoss, random_groups
 from tests.models import tiny_model
 
@@ -56,3 +56,20 @@ def test_the_full_sequence_step_needs_many_times_as_much() -> None:
     with PeakTensorBytes() as counter:
         full_sequence_step(model, [group], RandomLoss([group]))
     assert counter.peak_bytes > 5 * peak_of_update(512, 2, "exact")
+
+
+def test_logits_exist_a_few_rows_at_a_time() -> None:
+    """A response of 64 tokens, rows of 8: no tensor of 64 rows by the vocabulary is ever made."""
+    (group,) = random_groups([(33, (64,))])
+    peaks = {}
+    for rows in (8, 64):
+        model = tiny_model("llama", vocab_size=20_000)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine = Engine(model, EngineConfig(logprob_chunk_size=rows))
+        with PeakTensorBytes() as counter:
+            engine.accumulate([group], RandomLoss([group]))
+        peaks[rows] = counter.peak_bytes
+    one_logits_tensor = 64 * 20_000 * 4
+    assert peaks[64] > one_logits_tensor
+    assert peaks[8] < peaks[64] - one_logits_tensor

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from longstraw import Engine, EngineConfig, generate
 
+from longstraw import Engine, EngineConfig, generate
 from tests.models import FAMILIES, VOCAB, tiny_model
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from longstraw import (
     Engine,
     EngineConfig,
@@ -11,7 +12,6 @@ from longstraw import (
     generate,
 )
 from longstraw.state import PageStore
-
 from tests.engine.compare import RandomLoss, engine_gradients, random_groups
 from tests.models import VOCAB, tiny_model
 
