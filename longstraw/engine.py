@@ -106,7 +106,6 @@ class Engine:
         self.ledger = Ledger(self.decoder.device, self.config.progress)
         self._passes = SegmentPasses(self.decoder, self.store, self.backend, self.config)
         self._gap = GradientGap()
-        self._router_cotangents: dict[SegmentState, Tensor] = {}
         self._step = 0
 
     def describe(self) -> str:
@@ -141,13 +140,16 @@ class Engine:
             MemoryPlanError: the state would exceed the budget; nothing was accumulated.
         """
         with self.decoder.attached():
-            states = self._capture_all(groups)
+            states = self._capture_all(groups, for_backward=True)
             scores = [self._score(s, g) for s, g in zip(states, groups, strict=True)]
             loss, losses = self._differentiate(loss_of, scores)
             replayed = 0
             for state, group, cotangents in zip(states, groups, losses, strict=True):
                 replayed += self._replay(state, group, cotangents)
-                if group.is_complete:
+            # After all replays: groups with the same prompt share its state. The last one decides.
+            is_complete = {s: g.is_complete for s, g in zip(states, groups, strict=True)}
+            for state in is_complete:
+                if is_complete[state]:
                     self._finish_prompt(state)
         total = sum(len(group.completion_ids) for group in groups)
         return UpdateReport(loss, replayed, total - replayed)
@@ -193,15 +195,20 @@ class Engine:
         Args:
             prompt_ids: `[P]` on the model's device.
         """
+        return self._capture(prompt_ids, keep=())
+
+    def _capture(self, prompt_ids: Tensor, keep: tuple[SegmentState, ...]) -> SegmentState:
+        """As `capture`; the states in `keep` are not dropped to make room."""
         version = self.policy_version
         held = self.prompts.find(prompt_ids, version)
         if held is not None:
             return held
         self.decoder.check_positions(prompt_ids.numel())
         segment = Segment(prompt_ids[None, :-1], (prompt_ids.numel() - 1,))
-        needs_cotangent = self.config.needs_prompt_backward
-        self.prompts.make_room(self.decoder.state_bytes(segment.num_tokens, needs_cotangent))
-        state = self._passes.new_state(segment, version, needs_cotangent=needs_cotangent)
+        self.prompts.make_room(self.decoder.state_bytes(segment.num_tokens, False), keep)
+        state = self._passes.new_state(
+            segment, version, needs_cotangent=self.config.needs_prompt_backward
+        )
         with ExitStack() as undo:
             undo.callback(state.free)
             with self.decoder.attached(), self.ledger.phase("capture", segment.num_tokens) as bar:
@@ -217,12 +224,17 @@ class Engine:
         """What a state captured now would be labelled with."""
         return self.decoder.policy_version(self._step)
 
-    def _capture_all(self, groups: Sequence[PromptGroup]) -> list[SegmentState]:
+    def _capture_all(
+        self, groups: Sequence[PromptGroup], *, for_backward: bool
+    ) -> list[SegmentState]:
+        """The states of all groups at once; with room for their cotangents if asked."""
         for group in groups:
             longest = max((ids.numel() for ids in group.completion_ids), default=0)
             self.decoder.check_positions(group.prompt_len + longest)
-        states = [self.capture(group.prompt_ids) for group in groups]
-        if self.config.needs_prompt_backward:
+        states: list[SegmentState] = []
+        for group in groups:
+            states.append(self._capture(group.prompt_ids, keep=tuple(states)))
+        if for_backward and self.config.needs_prompt_backward:
             tokens = sum(s.segment.num_tokens for s in set(states) if not s.has_cotangent)
             cotangent_bytes = self.decoder.state_bytes(tokens, True) - self.decoder.state_bytes(
                 tokens, False
@@ -236,7 +248,7 @@ class Engine:
     def score(self, group: PromptGroup) -> GroupScores:
         """Log-probs and entropies of a group's responses, without a graph."""
         with self.decoder.attached():
-            (state,) = self._capture_all([group])
+            (state,) = self._capture_all([group], for_backward=False)
             return self._score(state, group)
 
     def _score(self, state: SegmentState, group: PromptGroup) -> GroupScores:
@@ -331,8 +343,8 @@ class Engine:
     def _add_router_cotangent(self, state: SegmentState, per_member: Tensor) -> None:
         # Every member's sums contain the prompt's once, so the prompt gets the sum of cotangents.
         total = per_member.sum(0, keepdim=True)
-        held = self._router_cotangents.get(state)
-        self._router_cotangents[state] = total if held is None else held + total
+        held = state.router_cotangent
+        state.router_cotangent = total if held is None else held + total
 
     def _check_fresh(self, state: SegmentState) -> None:
         version = self.policy_version
@@ -347,12 +359,12 @@ class Engine:
 
     def _finish_prompt(self, state: SegmentState) -> None:
         """The prompt's own backward from what its members left, then free its state."""
-        router = self._router_cotangents.pop(state, None)
-        if self.config.needs_prompt_backward and (state.has_cotangent or router is not None):
+        if self.config.needs_prompt_backward and state.has_cotangent:
             self._check_fresh(state)
+            loss = SegmentLoss(router_probs=state.router_cotangent)
             tokens = state.segment.token_ids.numel()
             with self._measuring_gap(), self.ledger.phase("prompt_backward", tokens) as bar:
-                self._passes.backward(state, SegmentLoss(router_probs=router), bar)
+                self._passes.backward(state, loss, bar)
         self.prompts.drop(state)
 
     def _measuring_gap(self) -> AbstractContextManager[None]:

@@ -81,7 +81,7 @@ class SegmentPasses:
         """
         chunks = self._chunks(state)[: -1 if but_last else None]
         num_tokens = state.segment.num_rows * sum(chunk.num_tokens for chunk in chunks)
-        needed = self.decoder.state_bytes(num_tokens, state.needs_cotangent)
+        needed = self.decoder.state_bytes(num_tokens, with_cotangents=False)
         self.store.require(needed, f"the state of {num_tokens:,} tokens")
         for chunk in chunks:
             cache, output = self._forward(state, chunk)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine import Engine
-from .state import DecodeCache, Reader
+from .state import DecodeCache, Reader, SegmentState
 
 
 def generate(
@@ -19,8 +19,8 @@ def generate(
     """Responses to one prompt.
 
     The prompt is captured if its state is not held, and stays held for scoring and replay. If the
-    prompt continues one that is held (a tool's answer appended to an earlier turn), only the rest
-    is run.
+    prompt continues one that is held by a few tokens (a tool's answer appended to an earlier turn),
+    only these are run.
 
     Args:
         prompt_ids: `[P]` on the model's device.
@@ -33,7 +33,7 @@ def generate(
     version = engine.policy_version
     state = engine.prompts.find(prompt_ids, version)
     if state is None:
-        state = engine.prompts.find_prefix(prompt_ids, version) or engine.capture(prompt_ids)
+        state = _continued(engine, prompt_ids, num_members) or engine.capture(prompt_ids)
     decoder = engine.decoder
     histories = [state.history(layer) for layer in range(decoder.num_layers)]
     reader = Reader(histories, engine.store, state.segment.num_tokens, engine.config.attention)
@@ -49,3 +49,15 @@ def generate(
     assert isinstance(output, Tensor)
     engine.ledger.add_tokens("rollout", num_members * (output.shape[1] - prompt_ids.numel()))
     return output
+
+
+def _continued(engine: Engine, prompt_ids: Tensor, num_members: int) -> SegmentState | None:
+    """The held state that `prompt_ids` continues, if the rest fits one forward of a chunk.
+
+    `generate` runs the rest at once and for each member; a long rest is better captured.
+    """
+    state = engine.prompts.find_prefix(prompt_ids, engine.policy_version)
+    if state is None:
+        return None
+    rest = prompt_ids.numel() - state.segment.num_tokens
+    return state if rest * num_members <= engine.config.chunk_size else None

@@ -109,5 +109,5 @@ class LongStrawGRPOConfig(GRPOConfig):
             log_gradient_gap=self.longstraw_log_gradient_gap,
             router_statistics=router_statistics,
             allow_extrapolation=self.longstraw_allow_extrapolation,
-            progress=self.longstraw_progress and not self.disable_tqdm,
+            progress=self.longstraw_progress and not self.disable_tqdm and self.process_index == 0,
         )

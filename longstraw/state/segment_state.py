@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import PromptStateError
 from ..segments import Chunk, Segment
 from .pages import Page
 from .store import PageStore
@@ -22,6 +23,7 @@ class SegmentState:
         policy_version: the weights it was captured with.
         needs_cotangent: whether readers leave cotangents here, for this segment's own backward.
         router: routing sums of the segment's tokens, where they are asked for.
+        router_cotangent: `[1, X]`, what members left on the routing probabilities.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class SegmentState:
         self.policy_version = policy_version
         self.needs_cotangent = needs_cotangent
         self.router: Any = None
+        self.router_cotangent: Tensor | None = None
         self._store = store
+        self._is_used_up = False
         # layer -> chunk index -> pages
         self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
 
@@ -59,7 +63,15 @@ class SegmentState:
         Args:
             before_chunk: index of the reading chunk when it is one of this segment's own; None for
                 a child, which sees all chunks.
+
+        Raises:
+            PromptStateError: a child would see a state whose pages were freed.
         """
+        if before_chunk is None and self._is_used_up:
+            raise PromptStateError(
+                f"the state of {self.segment.num_tokens:,} tokens was freed: a segment's backward "
+                "uses it up. Capture the segment again."
+            )
         inherited = self.parent.history(layer) if self.parent is not None else []
         own = sorted(self._pages[layer].items())
         visible = [pages for index, pages in own if before_chunk is None or index < before_chunk]
@@ -67,11 +79,14 @@ class SegmentState:
 
     def free_chunk(self, chunk: Chunk) -> None:
         """Drop one chunk's pages and cotangents in every layer."""
+        self._is_used_up = True
         for layer in self._pages:
             self._store.release(layer.pop(chunk.index, []))
 
     def free(self) -> None:
         """Drop all pages of this segment; its parent's stay."""
+        self._is_used_up = True
+        self.router_cotangent = None
         for layer in self._pages:
             for pages in layer.values():
                 self._store.release(pages)
@@ -85,7 +100,10 @@ class SegmentState:
     @property
     def has_cotangent(self) -> bool:
         """Whether any reader has left a cotangent, so that a backward has something to do."""
-        return any(page.key_cotangent is not None for page in self._own_pages())
+        on_pages = any(page.key_cotangent is not None for page in self._own_pages())
+        return on_pages or self.router_cotangent is not None
+            page.key_cotangent is not None for page in self._own_pages()
+        )
 
     def _own_pages(self) -> Iterator[Page]:
         for layer in self._pages:

@@ -248,3 +248,14 @@ def test_losses_of_one_member_stay_with_it() -> None:
             row = together.logps[member, : ids.numel()]
             assert torch.allclose(row, alone.logps[0], rtol=0, atol=1e-12)
     assert RandomLoss([group])([together]).isfinite()
+
+
+def test_groups_with_the_same_prompt_share_its_state() -> None:
+    """A dataset may repeat a prompt: two groups in one update, one capture, one prompt backward."""
+    first, second = random_groups([(30, (5, 9)), (30, (4,))])
+    groups = [first, type(first)(first.prompt_ids, second.completion_ids)]
+    model = tiny_model("llama").double()
+    expected = full_sequence_gradients(model, groups)
+    ours = engine_gradients(model, groups, EngineConfig(chunk_size=8, page_size=4))
+    error, name = worst_error(ours, expected)
+    assert error <= TOLERANCE, name

@@ -8,6 +8,7 @@ from longstraw import (
     EngineConfig,
     MemoryPlanError,
     PromptGroup,
+    PromptStateError,
     StalePromptStateError,
     generate,
 )
@@ -201,3 +202,34 @@ def test_pads_equal_to_real_tokens_change_nothing() -> None:
     alone = Engine(model, _config()).score(PromptGroup(prompt, zeros[:1]))
     assert torch.allclose(scores.logps[0, :2], alone.logps[0], rtol=0, atol=1e-5)
     assert scores.logps[0, :2].all()
+
+
+def test_a_freed_state_cannot_be_read() -> None:
+    """Pages that are gone would otherwise look like a shorter prompt."""
+    engine = Engine(tiny_model("llama"), _config())
+    (group,) = random_groups([(31, (7,))])
+    state = engine.capture(group.prompt_ids)
+    engine.release()
+    with pytest.raises(PromptStateError, match="Capture the segment again"):
+        state.history(0)
+
+
+def test_two_prompts_of_one_update_do_not_drop_each_other() -> None:
+    """Room for one prompt only: an error that says so, not a state that is freed under a reader."""
+    groups = random_groups([(41, (3,)), (41, (5,))])
+    model = tiny_model("llama")
+    one = Engine(model).decoder.state_bytes(40, with_cotangents=False)
+    engine = Engine(model, _config(state_budget_bytes=one * 3 // 2, prompt_gradient="stopped"))
+    with pytest.raises(MemoryPlanError, match="fewer prompts"):
+        engine.accumulate(groups, RandomLoss(groups))
+
+
+def test_a_long_rest_is_captured_and_not_run_at_once() -> None:
+    """A held prompt of a few tokens that happens to begin a long one is no reason to run the rest
+    for each member in one forward."""
+    engine = Engine(tiny_model("llama"), _config())
+    (short, long) = random_groups([(5, (1,)), (60, (1,))])
+    engine.capture(short.prompt_ids)
+    joined = torch.cat([short.prompt_ids[:-1], long.prompt_ids])
+    generate(engine, joined, 2, max_new_tokens=2, do_sample=False)
+    assert engine.ledger.num_captures == 2
