@@ -102,8 +102,6 @@ class SegmentState:
         """Whether any reader has left a cotangent, so that a backward has something to do."""
         on_pages = any(page.key_cotangent is not None for page in self._own_pages())
         return on_pages or self.router_cotangent is not None
-            page.key_cotangent is not None for page in self._own_pages()
-        )
 
     def _own_pages(self) -> Iterator[Page]:
         for layer in self._pages:
