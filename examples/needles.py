@@ -1,8 +1,8 @@
 """Questions about a fact hidden in real documents, and a reward that a program can check.
 
-A prompt is a run of the Python language reference (it ships with Python as `pydoc_data.topics`, so
-nothing is downloaded), one inserted sentence such as "The secret code of the river is 4821.", and a
-question about that sentence at the end:
+A prompt is a run of the Python language reference, which ships with Python (`pydoc_data.topics`);
+nothing is downloaded. In it stands one inserted sentence, "The special magic number is 4821.", and
+at its end a question about that sentence:
 
     dataset = make_dataset(tokenizer, num_prompts=20, prompt_tokens=2048, seed=0)
     trainer = LongStrawGRPOTrainer(..., train_dataset=dataset, reward_funcs=short_and_right)
@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]
 
-NAMES = "apple cloud eagle forest garden harbor island lemon mirror piano river stone tiger".split()
-FACT = "The secret code of the {name} is {code}."
-QUESTION = "What is the secret code of the {name}? Answer with the number only."
+FACT = "The special magic number is {code}."
+QUESTION = "What is the special magic number? Answer with the number only."
 
 MARGIN = 64
 """A rendered prompt has at least `prompt_tokens` and fewer than `prompt_tokens + MARGIN` tokens."""
@@ -38,7 +37,7 @@ def make_dataset(
         tokenizer: has a chat template; it decides what a token is.
         num_prompts: rows to make.
         prompt_tokens: least length of each prompt in tokens, chat template included.
-        seed: of the names, codes, places and passages.
+        seed: of the codes, the passages and the places of the fact.
 
     Returns:
         Columns `prompt` (one user message, TRL's conversational format), `answer` (the code) and
@@ -80,12 +79,12 @@ def make_row(
     Raises:
         ValueError: `prompt_tokens` is too small to hold the fact and the question.
     """
-    name, code = rng.choice(NAMES), str(rng.randint(1000, 9999))
+    code = str(rng.randint(1000, 9999))
     start, depth = rng.randrange(len(documents.lines)), rng.random()
     budget = prompt_tokens
     for _ in range(20):
-        lines = insert(FACT.format(name=name, code=code), documents.read(start, budget), depth)
-        content = "".join(lines).strip() + "\n\n" + QUESTION.format(name=name)
+        lines = insert(FACT.format(code=code), documents.read(start, budget), depth)
+        content = "".join(lines).strip() + "\n\n" + QUESTION
         prompt = [{"role": "user", "content": content}]
         num_tokens = count_tokens(tokenizer, prompt)
         if prompt_tokens <= num_tokens < prompt_tokens + MARGIN:
@@ -94,8 +93,8 @@ def make_row(
         budget += prompt_tokens - num_tokens
     raise ValueError(
         f"could not make a prompt of {prompt_tokens} tokens, the last try had {num_tokens}.\n"
-        f"  Needed: at least {prompt_tokens} and fewer than {prompt_tokens + MARGIN}, with the chat "
-        f"template, the fact and the question.\n  Raise prompt_tokens."
+        f"  Needed: at least {prompt_tokens} and fewer than {prompt_tokens + MARGIN}, with the "
+        f"chat template, the fact and the question.\n  Raise prompt_tokens."
     )
 
 
@@ -115,21 +114,37 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Messages) -> int:
 def short_and_right(
     completions: list[Messages], answer: list[str], **kwargs: object
 ) -> list[float]:
-    """Reward 1 for exactly the code, less for a longer reply that contains it, 0 without it.
+    """Reward a right reply, and among right ones the shorter.
 
-        reward = 1                               reply == code
-                 max(0.1, 0.9 - len(reply) / 50) code in reply
-                 0                               otherwise
+        reward = 0.5 + 0.5 * max(0, 1 - extra / 50)   the code is in the reply, with `extra` other
+                                                      characters; 1 for exactly the code
+                 0                                    it is not
 
-    The slope is what makes it learnable: a model that says "The secret code is 4821." nearly always
-    gets no signal from a reward that is 1 for exact replies and constant for the others, since no
-    sample of a group is better than another.
+    The slope is what makes it learnable to the end: a model that nearly always answers in one
+    sentence learns nothing from a reward that is 1 for the bare code and a constant for the rest,
+    since no sample of a group is better than another.
     """
-    return [score(reply[-1]["content"].strip(), code) for reply, code in zip(completions, answer)]
+    replies = [completion[-1]["content"].strip() for completion in completions]
+    return [score(reply, code) for reply, code in zip(replies, answer, strict=True)]
+
+
+def has_code(completions: list[Messages], answer: list[str], **kwargs: object) -> list[float]:
+    """Reward 1 for a reply that contains the code, 0 for another."""
+    replies = [completion[-1]["content"] for completion in completions]
+    return [float(code in reply) for reply, code in zip(replies, answer, strict=True)]
 
 
 def score(reply: str, code: str) -> float:
-    """The reward of one reply."""
-    if reply == code:
-        return 1.0
-    return max(0.1, 0.9 - len(reply) / 50) if code in reply else 0.0
+    """The reward of one reply by `short_and_right`."""
+    if code not in reply:
+        return 0.0
+    return 0.5 + 0.5 * max(0.0, 1 - (len(reply) - len(code)) / 50)
+
+
+if __name__ == "__main__":
+    from smollm2 import load_smollm2
+    from transformers import AutoTokenizer
+
+    row = make_dataset(AutoTokenizer.from_pretrained(load_smollm2()), num_prompts=1)[0]
+    print(row["prompt"][0]["content"])
+    print(f"\n{row['num_tokens']} tokens, answer {row['answer']}")

