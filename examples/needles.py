@@ -142,8 +142,9 @@ def score(reply: str, code: str) -> float:
 
 
 if __name__ == "__main__":
-    from smollm2 import load_smollm2
     from transformers import AutoTokenizer
+
+    from smollm2 import load_smollm2
 
     row = make_dataset(AutoTokenizer.from_pretrained(load_smollm2()), num_prompts=1)[0]
     print(row["prompt"][0]["content"])
