@@ -30,6 +30,7 @@ class EngineConfig:
         logprob_chunk_size: rows whose `[rows, V]` logits exist at a time.
         attention: "auto" takes the fastest implementation that can compute each block.
         temperature: logits are divided by it before the softmax, as TRL does.
+        fp32_head: compute logits in fp32 under mixed precision too; needs an fp32 head.
         log_gradient_gap: measure what "stopped" leaves out; costs a prompt backward and one copy
             of the gradients.
         router_statistics: keep the routing sums that an auxiliary load-balancing loss needs.
@@ -46,6 +47,7 @@ class EngineConfig:
     logprob_chunk_size: int = 256
     attention: str = "auto"
     temperature: float = 1.0
+    fp32_head: bool = False
     log_gradient_gap: bool = False
     router_statistics: bool = False
     allow_extrapolation: bool = False

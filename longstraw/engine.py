@@ -96,7 +96,10 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.decoder = Decoder(
-            model, allow_extrapolation=self.config.allow_extrapolation, autocast=autocast
+            model,
+            allow_extrapolation=self.config.allow_extrapolation,
+            autocast=autocast,
+            fp32_head=self.config.fp32_head,
         )
         self.backend = backend or TorchBackend()
         on_host = self.config.page_device == "host"
@@ -269,6 +272,11 @@ class Engine:
             if child.router is not None:
                 both = child.router if state.router is None else state.router + child.router
                 router.append(both.detach())
+        scored = [i for i in range(num_members) if group.completion_ids[i].numel()]
+        if scored:
+            # One distribution, the one after the prompt. Run with each member it comes out with
+            # other last bits, and a threshold on entropies that falls on it would split the group.
+            entropies[scored, 0] = entropies[scored[0], 0].clone()
         return GroupScores(logps, entropies, RouterSums.cat(router) if router else None)
 
     def _scored_members(self, group: PromptGroup) -> list[int]:

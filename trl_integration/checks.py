@@ -6,8 +6,10 @@ Each check raises with what was found, what is needed and what to change.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from transformers import ProcessorMixin
 
 from longstraw import ConfigError, DataError
 
@@ -95,6 +97,17 @@ def check_dataset(dataset: Any, name: str, has_environment: bool) -> None:
         )
 
 
+def check_processing_class(processing_class: Any) -> None:
+    """Refuse processors of images."""
+    if isinstance(processing_class, ProcessorMixin):
+        raise ConfigError(
+            f"the processing class is a multimodal processor ({type(processing_class).__name__}): "
+            "images are not served yet. Pass the tokenizer "
+            "(processing_class=processor.tokenizer) to train on text, or use TRL's own "
+            "GRPOTrainer."
+        )
+
+
 def check_prompts(prompt_ids: Sequence[Sequence[int]]) -> None:
     """Raise if a tokenized prompt is empty."""
     for row, ids in enumerate(prompt_ids):
@@ -107,25 +120,26 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]]) -> None:
 
 
 def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, raising on a NaN or a wrong number of rewards.
+    """`function`, raising on a wrong number of rewards and on what is no finite number.
 
     None stays what it is in TRL: this completion is not scored by this function.
     """
 
-    def check(rewards: Any, completions: Sequence[Any]) -> Any:
-        if not hasattr(rewards, "__len__") or len(rewards) != len(completions):
-            found = len(rewards) if hasattr(rewards, "__len__") else type(rewards).__name__
+    def check(rewards: Any, completions: Sequence[Any]) -> list[Any]:
+        values = _as_list(rewards)
+        if values is None or len(values) != len(completions):
+            found = type(rewards).__name__ if values is None else f"{len(values)} rewards"
             raise DataError(
-                f"reward function {name!r} returned {found} rewards for {len(completions)} "
-                "completions. Return a list with one number (or None) per completion."
+                f"reward function {name!r} returned {found} for {len(completions)} completions. "
+                "Return a list with one number (or None) per completion."
             )
-        for index, reward in enumerate(rewards):
-            if reward is not None and math.isnan(float(reward)):
+        for index, reward in enumerate(values):
+            if reward is not None and not _is_finite(reward):
                 raise DataError(
-                    f"reward function {name!r} returned NaN for completion {index}. Return a "
-                    "number, or None to leave this completion out of its group's baseline."
+                    f"reward function {name!r} returned {reward!r} for completion {index}. Return "
+                    "a finite number, or None to leave this completion out of its group's baseline."
                 )
-        return rewards
+        return values
 
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (the method, not whether it is callable)
@@ -142,3 +156,20 @@ def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any
         return check(function(*args, **kwargs), kwargs["completions"])
 
     return checked
+
+
+def _as_list(rewards: Any) -> list[Any] | None:
+    """The items of a list, tuple, array, tensor, ...; None for what is no run of rewards."""
+    if isinstance(rewards, (str, bytes, Mapping)):
+        return None
+    try:
+        return list(rewards)
+    except TypeError:  # not iterable; a tensor without dimensions is not either
+        return None
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return not isinstance(reward, str) and math.isfinite(float(reward))
+    except (TypeError, ValueError, RuntimeError):  # no number; a tensor of several
+        return False

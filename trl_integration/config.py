@@ -106,6 +106,7 @@ class LongStrawGRPOConfig(GRPOConfig):
             logprob_chunk_size=self.longstraw_logprob_chunk_size,
             attention=self.longstraw_attention,
             temperature=self.temperature,
+            fp32_head=self.cast_lm_head_to_fp32,
             log_gradient_gap=self.longstraw_log_gradient_gap,
             router_statistics=router_statistics,
             allow_extrapolation=self.longstraw_allow_extrapolation,

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention import attend_with
 from ..errors import DataError
 from ..state import ChunkCache
-from .registry import Family, check_checkpointing, check_model
+from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 
 _BEYOND_POSITIONS = (
     ", extend the positions (model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', ...}, "
@@ -61,6 +61,7 @@ class Decoder:
         base: the causal LM below PEFT's wrapper.
         family: what `check_model` found.
         autocast: makes the context for forwards (mixed precision).
+        fp32_head: whether logits are computed in fp32, outside `autocast`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Decoder:
         *,
         allow_extrapolation: bool = False,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        fp32_head: bool = False,
     ) -> None:
         self.model = model
         self.base: PreTrainedModel = (
@@ -76,6 +78,7 @@ class Decoder:
         )
         self.family: Family = check_model(self.base)
         self.autocast = autocast
+        self.fp32_head = fp32_head
         self.decoder: nn.Module = self.base.get_decoder()
         self.allow_extrapolation = allow_extrapolation
         self._is_attached = False
@@ -125,6 +128,10 @@ class Decoder:
                 stack.callback(delattr, layer, "_can_checkpoint_with_cache")
             yield
 
+    def refuse_checkpointing(self) -> None:
+        """Raise `ConfigError` if the family loses its cache under gradient checkpointing."""
+        refuse_checkpointing(self.family)
+
     def run_chunk(
         self, token_ids: Tensor, start: int, cache: ChunkCache, *, with_router: bool = False
     ) -> ChunkOutput:
@@ -146,8 +153,10 @@ class Decoder:
         """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap."""
         head = self.base.get_output_embeddings()
         assert head is not None, "a causal LM without a head"
-        with self.autocast():
-            logits = head(hidden).to(hidden.device)
+        # Autocast would round the logits of an fp32 head again.
+        off = torch.autocast(hidden.device.type, enabled=False)
+        with off if self.fp32_head else self.autocast():
+            logits = head(hidden.float() if self.fp32_head else hidden).to(hidden.device)
         if logits.dtype != torch.float64:
             logits = logits.float()
         softcap = getattr(self.config, "final_logit_softcapping", None)

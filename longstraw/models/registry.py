@@ -78,12 +78,7 @@ def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
     """Refuse gradient checkpointing that would drop the cache."""
     if not model.is_activation_checkpointing:
         return
-    if not family.can_checkpoint:
-        raise ConfigError(
-            f"gradient_checkpointing=True: {family.model_type} drops its cache under gradient "
-            "checkpointing. Set gradient_checkpointing=False; a smaller chunk_size bounds the "
-            "graph as well."
-        )
+    refuse_checkpointing(family)
     for module in model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         if function is not None and getattr(function, "keywords", {}).get("use_reentrant"):
@@ -92,6 +87,16 @@ def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
                 "graph's inputs. Set "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
+
+
+def refuse_checkpointing(family: Family) -> None:
+    """Raise if `family` drops its cache under gradient checkpointing."""
+    if not family.can_checkpoint:
+        raise ConfigError(
+            f"gradient_checkpointing=True: {family.model_type} drops its cache under gradient "
+            "checkpointing. Set gradient_checkpointing=False; a smaller chunk_size bounds the "
+            "graph as well."
+        )
 
 
 def _check_transformers() -> None:
