@@ -66,7 +66,6 @@ def main() -> None:
     tokenizer, model = load(options.model, dtype)
     trainer = make_trainer(options, tokenizer, model, dtype)
 
-    print(trainer.engine.describe(), flush=True)
     start = time.perf_counter()
     before = evaluate(trainer, "before")
     trainer.train()

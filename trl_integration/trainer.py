@@ -87,8 +87,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._scores: list[GroupScores] | None = None
         self._rows: RowGroups | None = None
         self._shares_rollout = self._can_share_rollout()
-        if self.accelerator.is_main_process:
-            logger.info(f"LongStraw: {self.engine.describe()}.")
+        # Printed, not logged: a plain script sets up no logging and would not show it.
+        self.accelerator.print(f"LongStraw: {self.engine.describe()}.")
         self.add_callback(_WeightsChanged(self.engine))
 
     @property

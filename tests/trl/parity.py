@@ -8,12 +8,13 @@ Knows both trainers; knows nothing of the engine.
 """
 
 import contextlib
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from tests.models import VOCAB, tiny_model
 from trl_integration import LongStrawGRPOConfig, LongStrawGRPOTrainer
 from trl_integration.seams import whole_groups
 
-PAD, EOS = 0, 1
-FIRST_WORD = 2
+logger = logging.getLogger("tests.parity")
+
+PAD, EOS, UNK = 0, 1, 2
+FIRST_WORD = 3
 LONGEST_COMPLETION = 9
 PROMPT_LENGTHS = (1, 7, 12, 23, 17, 30, 5, 9)
 """One token, less than a chunk (8), and more chunks than one; no two alike."""
@@ -67,7 +70,7 @@ def save_model(family: str, folder: Path, **changes: object) -> Path:
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model at `folder`, in fp32; loaded by path, because TRL loads its reference from there."""
+    """The model at `folder`, in fp32; TRL loads its reference from there as well."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the same operators on every machine
@@ -78,12 +81,13 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words `w2` ... `w96`, one token each, and no others."""
+    """Words `w3` ... `w96`, one token each."""
     words = {f"w{i}": i for i in range(FIRST_WORD, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS, **words}))
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNK, **words}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
 
 
@@ -106,6 +110,8 @@ def fixed_rollout(
 ) -> RolloutFunction:
     """A rollout function that gives the same completions to every trainer that asks in turn.
 
+    Processes get different ones.
+
     Args:
         env_mask: from a random generator and a length, which tokens are the policy's own.
         shortest: see `random_completion`.
@@ -115,7 +121,7 @@ def fixed_rollout(
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         nonlocal calls
         calls += 1
-        rng = random.Random(1000 + calls)
+        rng = random.Random(1000 * (1 + trainer.accelerator.process_index) + calls)
         completions = [random_completion(rng, shortest) for _ in prompts]
         out = {
             "prompt_ids": [trainer.processing_class(text)["input_ids"] for text in prompts],
@@ -174,34 +180,37 @@ class Setting:
         return replace(self, config={**self.config, **config})
 
 
-BASE: dict[str, Any] = dict(
-    per_device_train_batch_size=4,
-    num_generations=4,
-    max_completion_length=LONGEST_COMPLETION,
-    max_steps=5,
+BASE: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": LONGEST_COMPLETION,
+    "max_steps": 5,
     # Large enough that a step is far above the rounding of the weights it changes, and that the
     # policy ratio leaves 1 +- epsilon when completions are used twice.
-    learning_rate=0.1,
-    lr_scheduler_type="constant",
-    optim="sgd",
-    max_grad_norm=1.0,
-    logging_steps=1,
-    report_to="none",
-    save_strategy="no",
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    seed=3,
-)
-# Adam divides each element by its own size plus epsilon. With the usual 1e-8 a gradient element that
-# is 1e-9, and so nothing but rounding, makes a full step (seen: one of 4,656 made 8.8e-4 of the whole
-# difference). Elements are typically 1e-2 here, so with 1e-4 it is still Adam.
-ADAMW: dict[str, Any] = dict(
-    optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-4, weight_decay=0.1
-)
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 1.0,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+# Adam divides each element by its own size plus epsilon. With the usual 1e-8 a gradient element
+# that is 1e-9, and so nothing but rounding, makes a full step (seen: one of 4,656 made 8.8e-4 of
+# the whole difference). Elements are typically 1e-2 here, so with 1e-4 it is still Adam.
+ADAMW: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,
+    "weight_decay": 0.1,
+}
 # Chunks and pages that cut prompts and responses alike, and each other.
-_SMALL = dict(longstraw_chunk_size=8, longstraw_page_size=3)
+_SMALL = {"longstraw_chunk_size": 8, "longstraw_page_size": 3}
 
 
 @dataclass(frozen=True)
@@ -250,18 +259,25 @@ def make_trainer(setting: Setting, model_path: Path, out: Path, *, longstraw: bo
     return trainer
 
 
+Shuffle = Literal["as needed", "groups", "rows"]
+"""What stock TRL shuffles before it cuts micro-batches."""
+
+
 @contextlib.contextmanager
-def same_micro_batches(trainer: GRPOTrainer) -> Iterator[None]:
+def same_micro_batches(trainer: GRPOTrainer, shuffle: Shuffle) -> Iterator[None]:
     """Let stock TRL put the same rows into each micro-batch as LongStraw does.
 
     TRL shuffles the rows of a generation batch over its micro-batches; LongStraw shuffles whole
     groups. Which rows meet in a micro-batch changes TRL's own numbers where it averages per
     micro-batch (loss types "grpo", "bnpo" with completions of different lengths, the logged means),
     and which optimizer step they belong to. With one micro-batch per generation the order does not
-    matter, and stock TRL is left untouched.
+    matter, and "as needed" leaves stock TRL untouched. Both shuffles draw from the random generator
+    that sampling draws from; "groups" keeps the two trainers' draws alike.
     """
-    is_longstraw = isinstance(trainer, LongStrawGRPOTrainer)
-    if is_longstraw or trainer.args.steps_per_generation == 1:
+    is_needed = shuffle == "groups" or (
+        shuffle == "as needed" and trainer.args.steps_per_generation > 1
+    )
+    if isinstance(trainer, LongStrawGRPOTrainer) or not is_needed:
         yield
         return
     with whole_groups(trainer.num_generations):
@@ -274,18 +290,18 @@ def train(
     out: Path,
     *,
     longstraw: bool,
-    own_shuffle: bool = False,
+    shuffle: Shuffle = "as needed",
     **options: Any,
 ) -> Outcome:
     """Train the model at `model_path` under `setting`.
 
     Args:
-        own_shuffle: leave stock TRL its shuffle of rows.
+        shuffle: see `same_micro_batches`.
         options: for `Trainer.train`.
     """
     trainer = make_trainer(setting, model_path, out, longstraw=longstraw)
     before = _parameters(trainer)
-    with contextlib.nullcontext() if own_shuffle else same_micro_batches(trainer):
+    with same_micro_batches(trainer, shuffle):
         trainer.train(**options)
     advantages = list(trainer._logs["advantages"])
     return Outcome(before, _parameters(trainer), trainer.state.log_history, advantages, trainer)
@@ -330,8 +346,8 @@ def worst_metric(ours: list[dict[str, float]], stock: list[dict[str, float]]) ->
     """Largest relative difference over all logged numbers.
 
     Relative to the number, or to 0.1 if it is smaller: losses are small differences of terms of
-    order 1 to 10. A key that only stock TRL logs counts as infinite, and so does one that only LongStraw
-    logs unless it begins with `longstraw/`.
+    order 1 to 10. A key that only stock TRL logs counts as infinite, and so does one that only
+    LongStraw logs unless it begins with `longstraw/`.
     """
     assert len(ours) == len(stock), f"{len(ours)} logs against {len(stock)}"
     worst: Worst = (0.0, "")
@@ -354,16 +370,28 @@ def _relative(a: float | None, b: float | None) -> float:
     return abs(a - b) / max(abs(b), 0.1)
 
 
+def log_row(name: str, parameter: Worst, metric: Worst) -> None:
+    """A row of the table of all combinations:
+
+    `pytest tests/trl --log-cli-level=INFO --log-cli-format='%(message)s' | grep '^|'`
+    """
+    logger.info(f"| {name} | {parameter[0]:.1e} {parameter[1]} | {metric[0]:.1e} {metric[1]} |")
+
+
 def assert_same_training(
-    name: str, setting: Setting, model_path: ModelPath, tmp_path: Path
+    name: str,
+    setting: Setting,
+    model_path: ModelPath,
+    tmp_path: Path,
+    *,
+    shuffle: Shuffle = "as needed",
 ) -> tuple[Outcome, Outcome]:
     """Train with both trainers, compare all that they did, and return (stock, ours)."""
     path = model_path(setting.family, **setting.variant)
-    stock = train(setting, path, tmp_path / "stock", longstraw=False)
+    stock = train(setting, path, tmp_path / "stock", longstraw=False, shuffle=shuffle)
     ours = train(setting, path, tmp_path / "ours", longstraw=True)
     parameter, metric = worst_parameter(ours.after, stock), worst_metric(ours.logs, stock.logs)
-    # `pytest -s` gives the table of all combinations.
-    print(f"| {name} | {parameter[0]:.1e} {parameter[1]} | {metric[0]:.1e} {metric[1]} |")
+    log_row(name, parameter, metric)
     assert parameter[0] <= TOLERANCE, parameter
     assert metric[0] <= TOLERANCE, metric
     assert ours.advantages == pytest.approx(stock.advantages, rel=TOLERANCE, abs=1e-6)

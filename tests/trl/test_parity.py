@@ -11,52 +11,30 @@ Each combination also shows that its option matters: stock TRL without the optio
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from tests.trl.combinations import COMBINATIONS
 from tests.trl.parity import (
     ADAMW,
+    FIRST_WORD,
     TOLERANCE,
     TWO_LAYERS,
     ModelPath,
-    RolloutFunction,
     Setting,
     assert_same_training,
-    fixed_rollout,
-    length_reward,
-    modular_reward,
-    prompts_dataset,
+    make_trainer,
     train,
-    word_tokenizer,
     worst_metric,
     worst_parameter,
 )
 
-# An option counts as having an effect if it changes where stock TRL ends by more than this, relative
-# to the movement of the parameter it changes most. 100 times what would be accepted as equal.
+# An option counts as having an effect if it changes where stock TRL ends by more than this,
+# relative to the movement of the parameter it changes most: 100 times what is accepted as equal.
 EFFECT = 1e-2
-
-
-@dataclass(frozen=True)
-class Combination:
-    """Options that both trainers are compared under.
-
-    Attributes:
-        setting: the options.
-        without: the same without the option that the combination is about. None for options that
-            say how a gradient is computed and not which.
-    """
-
-    setting: Setting
-    without: Setting | None = Setting()
 
 
 # ---------------------------------------------------------------- the losses
@@ -64,8 +42,8 @@ class Combination:
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
-# Completions are used twice, so that ratios leave 1 and clipping, gates and weights act; and a group
-# comes in two micro-batches of different lengths, so that normalizers differ.
+# Completions are used twice, so that ratios leave 1 and clipping, gates and weights act; and a
+# group comes in two micro-batches of different lengths, so that normalizers differ.
 LOSS_OPTIONS = {
     "num_iterations": 2,
     "per_device_train_batch_size": 2,
@@ -109,432 +87,8 @@ def test_the_losses_compared_above_differ(model_path: ModelPath, tmp_path: Path)
 # ---------------------------------------------------------------- options
 
 
-def lora(**changes: Any) -> Callable[[], dict[str, Any]]:
-    """Keyword arguments with a LoRA adapter."""
-    # init_lora_weights=False makes both factors random, so that both get gradients from the start
-    # and the policy differs from its reference.
-    options = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "init_lora_weights": False}
-    return lambda: {"peft_config": LoraConfig(**{**options, **changes})}
-
-
-def trained_adapter(model: PreTrainedModel) -> nn.Module:
-    """`model` with an adapter that already does something, as when training is taken up again."""
-    return get_peft_model(model, lora()()["peft_config"])
-
-
-def with_eval_dataset() -> dict[str, Any]:
-    return {"eval_dataset": prompts_dataset((4, 19, 11), seed=9)}
-
-
-def twice_the_same_prompts() -> Any:
-    """Prompts of which each comes twice in a batch of two groups."""
-    prompts = prompts_dataset((23, 9))
-    return prompts.select([0, 0, 1, 1, 0, 0, 1, 1])
-
-
-def as_stream() -> Any:
-    return prompts_dataset().to_iterable_dataset()
-
-
-def tiny_reward_model() -> nn.Module:
-    """A reward model: a sequence classifier with its own copy of the tokenizer's ids."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, pad_token_id=0, num_labels=1, name_or_path="tiny-reward",
-    )  # fmt: skip
-    return AutoModelForSequenceClassification.from_config(config).eval()
-
-
-async def async_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    return [float(len(set(ids))) for ids in completion_ids]
-
-
-def some_tokens_only() -> RolloutFunction:
-    """Completions of which 60 % of the tokens are the policy's own.
-
-    The first always is: a completion without any is a mean of nothing, which TRL logs as NaN.
-    """
-    return fixed_rollout(lambda rng, n: [1, *(int(rng.random() < 0.6) for _ in range(n - 1))])
-
-
-def later_tokens_only() -> RolloutFunction:
-    """Completions whose first token does not count."""
-    return fixed_rollout(lambda _, n: [0] + [1] * (n - 1), shortest=2)
-
-
-def reward_at_times(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float | None]:
-    """All alike in the first, third and fifth step."""
-    step = trainer_state.global_step
-    return [0.5 if step % 2 == 0 else float(len(ids)) for ids in completion_ids]
-
-
-TWO_REWARDS = (modular_reward, length_reward)
-KL = {"beta": 0.2}
-GEMMA3 = {**TWO_LAYERS, "layer_types": ["sliding_attention", "full_attention"]}
-TWICE = {"num_iterations": 2}
-BUDGET_KIB = 44
-_lora = Setting(trainer=lora())
-_twice = Setting(config=TWICE)
-_two_rewards = Setting(rewards=TWO_REWARDS, config={"reward_weights": [1.0, 0.5]})
-
-COMBINATIONS: dict[str, Combination] = {
-    # The reference policy.
-    "beta, reference model": Combination(Setting(config=KL)),
-    "beta, reference model, adamw": Combination(Setting(config={**KL, **ADAMW}), Setting(config=ADAMW)),
-    "beta, KL without bias correction": Combination(
-        Setting(config={**KL, **TWICE, "use_bias_correction_kl": False}),
-        Setting(config={**KL, **TWICE}),
-    ),
-    "beta, reference model synced": Combination(
-        Setting(
-            config={
-                **KL,
-                "sync_ref_model": True,
-                "ref_model_sync_steps": 1,
-                "ref_model_mixup_alpha": 1.0,
-            }
-        ),
-        Setting(config=KL),
-    ),
-    "beta, LoRA switched off for the reference": Combination(replace(_lora, config=KL), _lora),
-    "beta, a trained adapter copied as reference": Combination(
-        Setting(wrap_model=trained_adapter, config=KL), None
-    ),
-    # Adapters.
-    "LoRA": Combination(_lora, None),
-    "LoRA, adamw": Combination(_lora.but(**ADAMW), None),
-    "LoRA, gradient checkpointing": Combination(_lora.but(gradient_checkpointing=True), None),
-    "LoRA, embeddings trained": Combination(
-        Setting(trainer=lora(modules_to_save=["embed_tokens"], target_modules=["q_proj", "v_proj"])),
-        None,
-    ),
-    "DoRA": Combination(Setting(trainer=lora(use_dora=True)), None),
-    # Ratios, and completions used more than once.
-    "num_iterations 2": Combination(_twice),
-    "GSPO": Combination(
-        Setting(config={**TWICE, "loss_type": "grpo", "importance_sampling_level": "sequence"}),
-        Setting(config={**TWICE, "loss_type": "grpo"}),
-    ),
-    "luspo on sequences": Combination(
-        Setting(config={**TWICE, "loss_type": "luspo", "importance_sampling_level": "sequence"}),
-        Setting(config={**TWICE, "loss_type": "luspo"}),
-    ),
-    "delta, two-sided clipping": Combination(
-        Setting(config={**TWICE, "delta": 1.05, "epsilon_high": 0.5}),
-        Setting(config={**TWICE, "epsilon_high": 0.5}),
-    ),
-    "epsilon_high": Combination(Setting(config={**TWICE, "epsilon_high": 0.01}), _twice),
-    "off_policy_mask_threshold": Combination(
-        Setting(config={**TWICE, "off_policy_mask_threshold": 3.0}), _twice
-    ),
-    # How a generation batch is cut into micro-batches and steps.
-    "accumulation 2, whole groups": Combination(Setting(config={"gradient_accumulation_steps": 2})),
-    "accumulation 4, one member at a time": Combination(
-        Setting(config={"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}), None
-    ),
-    "accumulation 2, half a group at a time": Combination(
-        Setting(config={"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}), None
-    ),
-    "accumulation 4, half a group at a time": Combination(
-        Setting(config={"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2})
-    ),
-    "accumulation 4, bnpo": Combination(
-        Setting(
-            config={
-                "gradient_accumulation_steps": 4,
-                "per_device_train_batch_size": 2,
-                "loss_type": "bnpo",
-            }
-        )
-    ),
-    "steps_per_generation 4, accumulation 1": Combination(
-        Setting(config={"steps_per_generation": 4, "gradient_accumulation_steps": 1})
-    ),
-    "steps_per_generation 4, accumulation 2, grpo": Combination(
-        Setting(
-            config={
-                "steps_per_generation": 4,
-                "gradient_accumulation_steps": 2,
-                "loss_type": "grpo",
-                "max_steps": 8,
-            }
-        )
-    ),
-    "steps_per_generation 2, accumulation 4": Combination(
-        Setting(
-            config={
-                "steps_per_generation": 2,
-                "gradient_accumulation_steps": 4,
-                "per_device_train_batch_size": 2,
-            }
-        )
-    ),
-    "steps_per_generation 2, accumulation 3": Combination(
-        Setting(
-            config={
-                "steps_per_generation": 2,
-                "gradient_accumulation_steps": 3,
-                "per_device_train_batch_size": 2,
-            }
-        )
-    ),
-    "a group cut by an optimizer step": Combination(
-        Setting(config={"steps_per_generation": 2, "per_device_train_batch_size": 2})
-    ),
-    "two groups in a micro-batch": Combination(Setting(config={"per_device_train_batch_size": 8})),
-    "two groups in a micro-batch, accumulation 2, num_iterations 2": Combination(
-        Setting(
-            config={**TWICE, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-        )
-    ),
-    "one prompt in both groups of a micro-batch": Combination(
-        Setting(
-            dataset=twice_the_same_prompts,
-            config={"per_device_train_batch_size": 8, "shuffle_dataset": False},
-        ),
-        Setting(config={"per_device_train_batch_size": 8, "shuffle_dataset": False}),
-    ),
-    "one prompt in groups of two micro-batches": Combination(
-        Setting(
-            dataset=twice_the_same_prompts,
-            config={"gradient_accumulation_steps": 2, "shuffle_dataset": False},
-        ),
-        Setting(config={"gradient_accumulation_steps": 2, "shuffle_dataset": False}),
-    ),
-    "last step of an epoch accumulates less": Combination(
-        Setting(
-            dataset=lambda: prompts_dataset((12, 7, 30)),
-            config={"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": -1,
-                    "num_train_epochs": 2},
-        )
-    ),  # fmt: skip
-    # Rewards and advantages.
-    "scale_rewards batch": Combination(
-        Setting(config={"scale_rewards": "batch", "per_device_train_batch_size": 8}),
-        Setting(config={"per_device_train_batch_size": 8}),
-    ),
-    "scale_rewards none": Combination(Setting(config={"scale_rewards": "none"})),
-    "two rewards, weighted": Combination(_two_rewards),
-    "normalize_then_sum": Combination(
-        _two_rewards.but(multi_objective_aggregation="normalize_then_sum"), _two_rewards
-    ),
-    "completions that no function scores": Combination(Setting(rewards=(length_reward,))),
-    "updates without any advantage, adamw": Combination(
-        Setting(rewards=(reward_at_times,), config=ADAMW), Setting(config=ADAMW)
-    ),
-    "updates without any advantage, LoRA, accumulation 2, adamw": Combination(
-        Setting(
-            rewards=(reward_at_times,),
-            trainer=lora(),
-            config={**ADAMW, "gradient_accumulation_steps": 2},
-        ),
-        None,
-    ),
-    "an async reward": Combination(Setting(rewards=(modular_reward, async_reward))),
-    "a reward model": Combination(
-        Setting(
-            rewards=(tiny_reward_model(),),
-            trainer=lambda: {"reward_processing_classes": [word_tokenizer()]},
-        )
-    ),
-    # Entropy.
-    "entropy bonus": Combination(Setting(config={"entropy_coef": 0.5})),
-    "entropy bonus, adaptive, accumulation 2": Combination(
-        Setting(
-            config={
-                "use_adaptive_entropy": True,
-                "entropy_coef": 0.3,
-                "entropy_coef_delta": 0.1,
-                "entropy_target": 5.0,
-                "gradient_accumulation_steps": 2,
-            }
-        ),
-        Setting(config={"gradient_accumulation_steps": 2}),
-    ),
-    # First tokens of a group have one distribution and so one entropy; where the quantile falls on
-    # it, rounding decides which of them count. They are left out here.
-    "top_entropy_quantile": Combination(
-        Setting(rollout=later_tokens_only, config={"top_entropy_quantile": 0.5}),
-        Setting(rollout=later_tokens_only),
-    ),
-    "top_entropy_quantile, entropy bonus, two groups": Combination(
-        Setting(
-            rollout=later_tokens_only,
-            config={
-                "top_entropy_quantile": 0.5,
-                "entropy_coef": 0.5,
-                "per_device_train_batch_size": 8,
-            },
-        ),
-        Setting(
-            rollout=later_tokens_only,
-            config={"entropy_coef": 0.5, "per_device_train_batch_size": 8},
-        ),
-    ),
-    # Masks.
-    "environment mask": Combination(Setting(rollout=some_tokens_only)),
-    "mask_truncated_completions": Combination(Setting(config={"mask_truncated_completions": True})),
-    "environment mask, truncated completions masked, beta": Combination(
-        Setting(
-            rollout=some_tokens_only,
-            config={**KL, "mask_truncated_completions": True},
-        )
-    ),
-    "pad_to_multiple_of": Combination(Setting(config={"pad_to_multiple_of": 8}), None),
-    # The distribution that is scored.
-    "temperature": Combination(Setting(config={"temperature": 0.7})),
-    "temperature, beta, entropy bonus": Combination(
-        Setting(config={**KL, "temperature": 0.7, "entropy_coef": 0.3}),
-        Setting(config={**KL, "entropy_coef": 0.3}),
-    ),
-    "cast_lm_head_to_fp32": Combination(Setting(config={"cast_lm_head_to_fp32": True}), None),
-    # Mixtures of experts. Their auxiliary loss couples all rows of a micro-batch.
-    "qwen3_moe, auxiliary loss": Combination(
-        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.5}),
-        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
-    ),
-    "qwen3_moe, auxiliary loss, half a group at a time": Combination(
-        Setting(
-            "qwen3_moe",
-            config={
-                "router_aux_loss_coef": 0.5,
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-            },
-        ),
-        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
-    ),
-    "qwen3_moe, auxiliary loss, masked rows, two groups": Combination(
-        Setting(
-            "qwen3_moe",
-            config={
-                "router_aux_loss_coef": 0.5,
-                "per_device_train_batch_size": 8,
-                "mask_truncated_completions": True,
-            },
-        ),
-        Setting("qwen3_moe", config={"router_aux_loss_coef": 0.0}),
-    ),
-    "gpt_oss, auxiliary loss": Combination(
-        Setting("gpt_oss", config={"router_aux_loss_coef": 0.5}),
-        Setting("gpt_oss", config={"router_aux_loss_coef": 0.0}),
-    ),
-    # Models.
-    "tied embeddings": Combination(Setting("smollm2"), None),
-    "tied embeddings, adamw": Combination(Setting("smollm2", config=ADAMW), None),
-    "tied embeddings, cast_lm_head_to_fp32": Combination(
-        Setting("smollm2", config={"cast_lm_head_to_fp32": True}), None
-    ),
-    "mistral, sliding window": Combination(
-        Setting("mistral", {**TWO_LAYERS, "sliding_window": 6}),
-        Setting("mistral", {**TWO_LAYERS, "sliding_window": None}),
-    ),
-    "gemma2, softcap and sliding window": Combination(
-        Setting("gemma2", {**TWO_LAYERS, "sliding_window": 6}), Setting("gemma2")
-    ),
-    "gemma3, sliding window": Combination(
-        Setting("gemma3", {**GEMMA3, "sliding_window": 6}), Setting("gemma3", GEMMA3)
-    ),
-    "qwen2": Combination(Setting("qwen2"), None),
-    "qwen3": Combination(Setting("qwen3"), None),
-    "smollm3": Combination(Setting("smollm3", {}), None),
-    # Learned positions: TRL counts them from the left padding, so only prompts of one length agree.
-    "gpt2, two prompts of one length in a micro-batch": Combination(
-        Setting(
-            "gpt2",
-            {},
-            dataset=lambda: prompts_dataset((11,) * 8),
-            config={"per_device_train_batch_size": 8},
-        ),
-        None,
-    ),
-    # How the engine runs.
-    "gradient checkpointing": Combination(Setting(config={"gradient_checkpointing": True}), None),
-    "replay_batch 3": Combination(Setting(longstraw={"longstraw_replay_batch": 3}), None),
-    "replay_batch 3, LoRA, beta, accumulation 2": Combination(
-        Setting(
-            trainer=lora(),
-            config={**KL, "gradient_accumulation_steps": 2},
-            longstraw={"longstraw_replay_batch": 3},
-        ),
-        None,
-    ),
-    "replay_batch 3, auxiliary loss": Combination(
-        Setting(
-            "qwen3_moe",
-            config={"router_aux_loss_coef": 0.5},
-            longstraw={"longstraw_replay_batch": 3},
-        ),
-        None,
-    ),
-    "pages on the host": Combination(Setting(longstraw={"longstraw_page_device": "host"}), None),
-    "chunks of one token": Combination(Setting(longstraw={"longstraw_chunk_size": 1}), None),
-    "one chunk and one page": Combination(
-        Setting(longstraw={"longstraw_chunk_size": 64, "longstraw_page_size": 64}), None
-    ),
-    "reference attention": Combination(
-        Setting(longstraw={"longstraw_attention": "reference"}), None
-    ),
-    "log-probs two rows at a time": Combination(
-        Setting(longstraw={"longstraw_logprob_chunk_size": 2}), None
-    ),
-    # Room for one prompt of 30 tokens with its cotangents (32 KiB) and a response, not for two.
-    "a state budget": Combination(
-        Setting(
-            config={"gradient_accumulation_steps": 2, **KL},
-            longstraw={"longstraw_state_budget_gib": BUDGET_KIB / 2**20},
-        ),
-        None,
-    ),
-    # The loop around the steps.
-    "evaluation at every step": Combination(
-        Setting(
-            trainer=with_eval_dataset,
-            config={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-        ),
-        None,
-    ),
-    "evaluation, other group size, beta, accumulation 2": Combination(
-        Setting(
-            trainer=with_eval_dataset,
-            config={
-                **KL,
-                "eval_strategy": "steps",
-                "eval_steps": 1,
-                "per_device_eval_batch_size": 6,
-                "num_generations_eval": 2,
-                "gradient_accumulation_steps": 2,
-            },
-        ),
-        None,
-    ),
-    "evaluation between steps of one generation, auxiliary loss": Combination(
-        Setting(
-            "qwen3_moe",
-            trainer=with_eval_dataset,
-            config={
-                "router_aux_loss_coef": 0.5,
-                "eval_strategy": "steps",
-                "eval_steps": 1,
-                "per_device_eval_batch_size": 4,
-                "steps_per_generation": 2,
-                "per_device_train_batch_size": 2,
-            },
-        ),
-        None,
-    ),
-    "a stream of prompts": Combination(Setting(dataset=as_stream), None),
-    "logging every second step": Combination(Setting(config={"logging_steps": 2}), None),
-    "completions logged": Combination(Setting(config={"log_completions": True}), None),
-    "no gradient clipping": Combination(Setting(config={"max_grad_norm": 0.0}), Setting()),
-}
-
-
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_options_train_as_in_stock_trl(
-    name: str, model_path: ModelPath, tmp_path: Path
-) -> None:
+def test_options_train_as_in_stock_trl(name: str, model_path: ModelPath, tmp_path: Path) -> None:
     """See the module's docstring for the tolerance.
 
     A failure in parameters and not in metrics means that the gradient is another than that of the
@@ -547,6 +101,76 @@ def test_options_train_as_in_stock_trl(
         path = model_path(setting.family, **setting.variant)
         without = train(setting, path, tmp_path / "without", longstraw=False)
         assert worst_parameter(without.after, stock)[0] > EFFECT
+
+
+def test_learned_positions_are_counted_from_the_prompts_first_token(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    """gpt2 with prompts of 4 and 11 tokens: each as stock TRL scores it on its own.
+
+    In one batch stock TRL left-pads the shorter prompt and numbers its positions from the padding,
+    so that they depend on the other prompt. Rotary models only see differences of positions. This
+    is the one place where LongStraw's numbers are not stock TRL's, and why.
+    """
+    lengths, width = (4, 11), 6
+    ids = torch.zeros(2, max(lengths) + width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, -length - width :] = torch.arange(FIRST_WORD, FIRST_WORD + length + width)
+
+    def log_probs(rows: slice, *, longstraw: bool) -> torch.Tensor:
+        trainer = make_trainer(
+            Setting("gpt2", {}), model_path("gpt2"), tmp_path, longstraw=longstraw
+        )
+        skip = 0 if rows.stop - rows.start > 1 else max(lengths) - lengths[rows.start]
+        part = ids[rows, skip:]
+        with torch.no_grad():
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, part, (part != 0).long(), width
+            )
+        return logps
+
+    alone = torch.cat([log_probs(slice(row, row + 1), longstraw=False) for row in (0, 1)])
+    torch.testing.assert_close(log_probs(slice(0, 2), longstraw=True), alone, rtol=0, atol=1e-5)
+    together = log_probs(slice(0, 2), longstraw=False)
+    torch.testing.assert_close(together[1], alone[1], rtol=0, atol=1e-5)
+    assert (together[0] - alone[0]).abs().max() > 0.1
+
+
+def test_cast_lm_head_to_fp32_holds_under_mixed_precision(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    """Log-probs against stock TRL's under bf16 autocast, to 1e-5.
+
+    The model's only layer adds nothing (its output projections are zero), so hidden states are
+    exact in bf16 too and the head is all that rounds. Its logits in bf16 would be off by 1e-2.
+    """
+
+    def without_its_layer(model: PreTrainedModel) -> PreTrainedModel:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    parameter.zero_()
+        return model
+
+    def log_probs(*, longstraw: bool, cast: bool) -> torch.Tensor:
+        setting = Setting(
+            variant={"num_hidden_layers": 1},
+            wrap_model=without_its_layer,
+            config={"bf16": True, "cast_lm_head_to_fp32": cast},
+        )
+        path = model_path(**setting.variant)
+        trainer = make_trainer(setting, path, tmp_path, longstraw=longstraw)
+        ids = torch.arange(3, 23).expand(2, -1)
+        with torch.no_grad():
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), 9
+            )
+        return logps
+
+    stock = log_probs(longstraw=False, cast=True)
+    torch.testing.assert_close(log_probs(longstraw=True, cast=True), stock, rtol=0, atol=1e-5)
+    rounded = log_probs(longstraw=True, cast=False)
+    assert (rounded - stock).abs().max() > 1e-3, "the option makes no difference here"
 
 
 # ---------------------------------------------------------------- without a hand in stock TRL
@@ -570,7 +194,7 @@ def test_moving_whole_groups_changes_no_gradient(
         }
     )
     path = model_path(setting.family, **setting.variant)
-    stock = train(setting, path, tmp_path / "stock", longstraw=False, own_shuffle=True)
+    stock = train(setting, path, tmp_path / "stock", longstraw=False, shuffle="rows")
     ours = train(setting, path, tmp_path / "ours", longstraw=True)
     assert worst_parameter(ours.after, stock)[0] <= TOLERANCE
     assert ours.logged("grad_norm") == pytest.approx(stock.logged("grad_norm"), rel=TOLERANCE)

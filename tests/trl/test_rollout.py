@@ -1,0 +1,302 @@
+"""Responses decoded from the captured prompt are those of stock TRL, and cost no prompt pass more.
+
+One random generator serves sampling and TRL's shuffle, so the two trainers draw alike only where
+stock TRL shuffles whole groups too (`shuffle="groups"`).
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from trl import GRPOTrainer
+
+import trl_integration.trainer as trainer_module
+from tests.trl.chat import CHAT_VOCAB, add, call_of, chat_dataset, chat_tokenizer
+from tests.trl.parity import (
+    ADAMW,
+    LONGEST_COMPLETION,
+    TWO_LAYERS,
+    ModelPath,
+    Outcome,
+    Setting,
+    assert_same_training,
+    make_trainer,
+    prompts_dataset,
+    train,
+)
+
+
+def by_place(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards that differ although greedy responses do not."""
+    return [(1.0, 0.3, 0.0, 0.6)[i % 4] for i in range(len(completions))]
+
+
+# Under greedy decoding the policy gradient of a group cancels; the entropy bonus moves the weights.
+SAMPLED = Setting(
+    rollout=None, rewards=(by_place,), config={"entropy_coef": 0.5, "learning_rate": 0.3}
+)
+GREEDY = SAMPLED.but(generation_kwargs={"do_sample": False})
+
+
+def completions(outcome: Outcome) -> list[Any]:
+    """Those of the last generation batch, as logged."""
+    return list(outcome.trainer._logs["completion"])
+
+
+def assert_same_rollout(
+    name: str, setting: Setting, model_path: ModelPath, tmp_path: Path
+) -> tuple[Outcome, Outcome]:
+    """As `assert_same_training`, and the same completions."""
+    stock, ours = assert_same_training(name, setting, model_path, tmp_path, shuffle="groups")
+    assert completions(ours) == completions(stock)
+    return stock, ours
+
+
+# ---------------------------------------------------------------- the same tokens
+
+GREEDY_SETTINGS = {
+    "one group": GREEDY,
+    "two groups": GREEDY.but(per_device_train_batch_size=8),
+    "half a group at a time": GREEDY.but(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2
+    ),
+    "adamw, beta": GREEDY.but(**ADAMW, beta=0.2),
+    "repetition penalty": GREEDY.but(repetition_penalty=1.5),
+    "logits processors": GREEDY.but(
+        generation_kwargs={
+            "do_sample": False,
+            "min_new_tokens": 3,
+            "no_repeat_ngram_size": 2,
+            "suppress_tokens": [11, 73],
+        }
+    ),
+    "LoRA": replace(
+        GREEDY,
+        trainer=lambda: {
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        },
+    ),
+    "gradient checkpointing": GREEDY.but(gradient_checkpointing=True),
+    "tied embeddings": replace(GREEDY, family="smollm2"),
+    "sliding window": replace(
+        GREEDY, family="mistral", variant={**TWO_LAYERS, "sliding_window": 6}
+    ),
+    "experts": replace(GREEDY, family="qwen3_moe").but(router_aux_loss_coef=0.5),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY_SETTINGS)
+def test_greedy_responses_and_the_training_on_them_are_stock_trls(
+    name: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """Token for token over five steps, with weights that the steps before have changed.
+
+    Logits agree to 1e-6; the closest call between two tokens here is far wider.
+    """
+    _, ours = assert_same_rollout(f"greedy, {name}", GREEDY_SETTINGS[name], model_path, tmp_path)
+    assert ours.trainer._shares_rollout
+
+
+SAMPLED_SETTINGS = {
+    "plain": SAMPLED,
+    "temperature, top-k, top-p, min-p": SAMPLED.but(
+        temperature=0.8, top_k=20, top_p=0.8, min_p=0.02
+    ),
+    "beta, num_iterations 2": SAMPLED.but(beta=0.2, num_iterations=2),
+    "shorter than allowed": SAMPLED.but(generation_kwargs={"max_new_tokens": 4}),
+    "prefill in chunks": SAMPLED.but(generation_kwargs={"prefill_chunk_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED_SETTINGS)
+def test_sampled_responses_of_one_group_are_stock_trls(
+    name: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """With one group per generation both trainers draw the same numbers in the same order.
+
+    With several, TRL draws for all rows of the batch at once and LongStraw group by group.
+    """
+    _, ours = assert_same_rollout(f"sampled, {name}", SAMPLED_SETTINGS[name], model_path, tmp_path)
+    assert ours.trainer._shares_rollout
+    assert len(set(completions(ours))) > 1, "members of a group are samples, not copies"
+
+
+def test_sampled_responses_reproduce_with_a_seed(model_path: ModelPath, tmp_path: Path) -> None:
+    """Two groups per generation. The same seed gives the same run to the last bit, another not."""
+    setting = SAMPLED.but(per_device_train_batch_size=8, max_steps=3)
+    path = model_path(**TWO_LAYERS)
+    first, again, other = (
+        train(setting.but(seed=seed), path, tmp_path, longstraw=True) for seed in (5, 5, 6)
+    )
+    assert completions(first) == completions(again) != completions(other)
+    assert all(bool((first.after[n] == p).all()) for n, p in again.after.items())
+
+
+def test_responses_end_with_any_end_of_sequence_token(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    """A model may declare several, such as an end of turn; TRL ends a completion at each."""
+
+    def declare(model: Any) -> Any:
+        model.generation_config.eos_token_id = list(range(1, 40))
+        return model
+
+    setting = replace(SAMPLED, wrap_model=declare)
+    _, ours = assert_same_rollout("several ends", setting, model_path, tmp_path)
+    assert min(ours.logged("completions/clipped_ratio")) == 0.0
+    assert min(ours.logged("completions/mean_length")) < LONGEST_COMPLETION / 2
+
+
+def test_evaluation_generates_as_stock_trl(model_path: ModelPath, tmp_path: Path) -> None:
+    """Groups of another size, and nothing of them is kept for training."""
+    setting = replace(
+        GREEDY, trainer=lambda: {"eval_dataset": prompts_dataset((4, 19, 11), seed=9)}
+    ).but(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=6, num_generations_eval=2)
+    _, ours = assert_same_rollout("greedy, evaluation", setting, model_path, tmp_path)
+    assert ours.trainer.engine.store.bytes_in_use == 0
+
+
+# ---------------------------------------------------------------- one prompt pass
+
+
+def test_one_capture_serves_rollout_score_and_replay(model_path: ModelPath, tmp_path: Path) -> None:
+    """Three steps of two groups, trained in halves: six captures in all.
+
+    No prompt of one token among them, which has no state to capture.
+    """
+    setting = replace(SAMPLED, dataset=lambda: prompts_dataset((7, 12, 23, 17))).but(
+        max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    ours = train(setting, model_path(**TWO_LAYERS), tmp_path, longstraw=True)
+    ledger = ours.trainer.engine.ledger
+    assert ledger.num_captures == 6
+    records = {record["phase"]: record for record in ledger.table()}
+    assert records["capture"]["calls"] == records["prompt_backward"]["calls"] == 6
+    assert records["rollout"]["calls"] == 6
+    # The rollout adds response tokens only; the prompt's are counted where they were captured.
+    assert records["rollout"]["tokens"] <= 3 * 8 * LONGEST_COMPLETION
+
+
+def test_a_used_up_policy_is_captured_anew(model_path: ModelPath, tmp_path: Path) -> None:
+    """Rollout, old log-probs and first replay under one version; second replay under another."""
+    setting = SAMPLED.but(max_steps=4, num_iterations=2)
+    ours = train(setting, model_path(**TWO_LAYERS), tmp_path, longstraw=True)
+    assert ours.trainer.engine.ledger.num_captures == 4
+
+
+# ---------------------------------------------------------------- where TRL generates
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """What the trainer's module logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    trainer_module.logger.addHandler(handler)
+    yield lines
+    trainer_module.logger.removeHandler(handler)
+
+
+FALLBACKS: dict[str, tuple[Setting, str]] = {
+    "switched off": (
+        replace(SAMPLED, longstraw={"longstraw_shared_rollout": False}),
+        "longstraw_shared_rollout=False",
+    ),
+    "beams": (SAMPLED.but(generation_kwargs={"num_beams": 2}), "beams"),
+    # Its cache would take half of the machine's memory by default, and a minute to clear.
+    "continuous batching": (
+        SAMPLED.but(
+            use_transformers_continuous_batching=True,
+            transformers_continuous_batching_config={"num_blocks": 4, "max_batch_tokens": 64},
+        ),
+        "use_transformers_continuous_batching=True",
+    ),
+    "static cache": (SAMPLED.but(cache_implementation="static"), "cache_implementation='static'"),
+    "static cache by keyword": (
+        SAMPLED.but(generation_kwargs={"cache_implementation": "static"}),
+        "cache_implementation='static'",
+    ),
+    "no cache": (SAMPLED.but(generation_kwargs={"use_cache": False}), "use_cache"),
+    "guidance": (SAMPLED.but(generation_kwargs={"guidance_scale": 1.5}), "guidance_scale"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_cannot_decode_from_captured_state_is_left_to_trl_with_a_line(
+    name: str, model_path: ModelPath, tmp_path: Path, log_lines: list[str]
+) -> None:
+    """The training is the same as with stock TRL's generation, because it is TRL's generation."""
+    setting, reason = FALLBACKS[name]
+    _, ours = assert_same_rollout(f"fallback, {name}", setting, model_path, tmp_path)
+    lines = [line for line in log_lines if "generated by TRL" in line]
+    assert len(lines) == 1 and reason in lines[0], lines
+    assert not ours.trainer._shares_rollout
+
+
+def test_shared_rollout_says_nothing_of_a_fallback(
+    model_path: ModelPath, tmp_path: Path, log_lines: list[str]
+) -> None:
+    make_trainer(SAMPLED, model_path(**TWO_LAYERS), tmp_path, longstraw=True)
+    assert not [line for line in log_lines if "generated by TRL" in line]
+
+
+# ---------------------------------------------------------------- tools
+
+
+def call_tool_first(trainer: GRPOTrainer) -> None:
+    """Let every row generate, then put a tool call in the place of its first turn.
+
+    A random model does not call tools. The turn after the tool's answer is generated in earnest.
+    """
+    generate = trainer._generate_single_turn
+    call = trainer.processing_class(call_of("add", a=1, b=2))["input_ids"]
+
+    def turn(prompt_ids: Any, images: Any, fields: Any, num_generations: int, **kwargs: Any) -> Any:
+        completions, logprobs = generate(prompt_ids, images, fields, num_generations, **kwargs)
+        is_first = num_generations > 1
+        return ([list(call) for _ in completions] if is_first else completions), logprobs
+
+    trainer._generate_single_turn = turn
+
+
+CONVERSATION = Setting(
+    variant={**TWO_LAYERS, "vocab_size": CHAT_VOCAB},
+    rollout=None,
+    rewards=(by_place,),
+    dataset=chat_dataset,
+    tokenizer=chat_tokenizer,
+    trainer=lambda: {"tools": [add]},
+    prepare=call_tool_first,
+    config={
+        "max_completion_length": 160,
+        "max_steps": 2,
+        "learning_rate": 0.5,
+        "entropy_coef": 0.5,
+        "generation_kwargs": {"do_sample": False, "max_new_tokens": 24},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "num_captures"), [(512, 2), (64, 4)], ids=["continues", "captured again"]
+)
+def test_a_tool_loop_continues_from_the_captured_prompt(
+    chunk_size: int, num_captures: int, model_path: ModelPath, tmp_path: Path
+) -> None:
+    """The turn after a tool's answer reads the prompt's pages and runs what came since, if that is
+    less than a chunk; the training then replays whole conversations on the prompt.
+
+    All rows of a group make the same call, so the longer prompt, where it is captured, is captured
+    once per group as well. Tokens, weights and metrics are stock TRL's in both cases.
+    """
+    setting = replace(CONVERSATION, longstraw={"longstraw_chunk_size": chunk_size,
+                                               "longstraw_page_size": 64})  # fmt: skip
+    _, ours = assert_same_rollout(f"tool loop, {chunk_size}", setting, model_path, tmp_path)
+    assert ours.trainer._shares_rollout
+    assert ours.logged("tools/call_frequency") == [1.0, 1.0]
+    assert ours.trainer.engine.ledger.num_captures == num_captures
