@@ -79,13 +79,13 @@ def full_sequence_bytes(
     model = trainer.model
     if checkpointing:
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     with PeakTensorBytes() as counter, trainer.accelerator.autocast():
         row = torch.cat([prompt, response])[None]
         logits = model(row, use_cache=False, logits_to_keep=response.numel() + 1).logits[0, :-1]
         torch.nn.functional.cross_entropy(logits.float(), response).backward()
     if checkpointing:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
         model.disable_input_require_grads()
     return counter.peak_bytes

@@ -48,7 +48,7 @@ class QuickstartArguments:
     learning_rate: float = field(
         default=6e-4, metadata={"help": "Of the LoRA weights; falls to 0."}
     )
-    eval_prompts: int = field(default=4, metadata={"help": "Held-out prompts, before and after."})
+    eval_prompts: int = field(default=3, metadata={"help": "Held-out prompts, before and after."})
     dtype: str = field(
         default="auto",
         metadata={
