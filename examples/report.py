@@ -98,7 +98,7 @@ def plot_memory(axes: Axes, summary: Summary) -> None:
     bars = {
         "LongStraw": (memory.longstraw, BLUE),
         "full sequences,\ncheckpointing": (memory.full_checkpointed, ORANGE),
-        "full sequences\n(as in stock TRL)": (memory.full, ORANGE),
+        "full sequences,\nno checkpointing": (memory.full, ORANGE),
     }
     weights = memory.weights / GIB
     for name, (added, color) in bars.items():
