@@ -76,8 +76,15 @@ VLLM = Setting(rollout=None, config={"use_vllm": True, "vllm_mode": "colocate"})
 VLLM_OPTIONS: dict[str, dict[str, Any]] = {
     "token_truncate": {},
     "token_mask": {},
-    "sequence_truncate": {},
-    "sequence_mask": {},
+    # Random sequences are less likely to the policy than to a uniform one: ratios are 1e-3 .. 1.
+    "sequence_truncate": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_max": 0.3,
+    },
+    "sequence_mask": {
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 0.3,
+    },
     "token_truncate, both bounds, num_iterations 2": {
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_min": 0.5,
