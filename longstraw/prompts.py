@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .state import PageStore, SegmentState
 
-Key = tuple[int, bytes]
+Key = tuple[int, bytes, object]
 
 
 class CapturedPrompts:
@@ -31,8 +31,8 @@ class CapturedPrompts:
 
     def find(self, prompt_ids: Tensor, version: object) -> SegmentState | None:
         """The state of `prompt_ids[:-1]` under `version`, if it is held."""
-        key = _key(prompt_ids[:-1])
-        if key not in self._states or self._states[key][1].policy_version != version:
+        key = _key(prompt_ids[:-1], version)
+        if key not in self._states:
             return None
         self._states.move_to_end(key)
         return self._states[key][1]
@@ -52,7 +52,9 @@ class CapturedPrompts:
     def hold(self, state: SegmentState) -> None:
         """Keep a captured prompt until it is dropped."""
         ids = state.segment.token_ids[0]
-        self._states[_key(ids)] = (ids, state)
+        key = _key(ids, state.policy_version)
+        assert key not in self._states, "a prompt was captured twice under the same weights"
+        self._states[key] = (ids, state)
 
     def drop(self, state: SegmentState) -> None:
         """Free one state."""
@@ -86,6 +88,7 @@ class CapturedPrompts:
                 self.drop(state)
 
 
-def _key(token_ids: Tensor) -> Key:
+def _key(token_ids: Tensor, version: object) -> Key:
+    # With the version: a reference adapter's state of a prompt stands beside the policy's.
     data = token_ids.to("cpu", torch.int64).contiguous().numpy().tobytes()
-    return token_ids.numel(), hashlib.blake2b(data, digest_size=16).digest()
+    return token_ids.numel(), hashlib.blake2b(data, digest_size=16).digest(), version

@@ -87,8 +87,12 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
 
 def check_dataset(dataset: Any, name: str, has_environment: bool) -> None:
     """Raise if a dataset with known columns has no `prompt`."""
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_dataset(part, f"{name}[{key!r}]", has_environment)
+        return
     columns = getattr(dataset, "column_names", None)
-    if isinstance(dataset, dict) or not isinstance(columns, Sequence) or has_environment:
+    if not isinstance(columns, Sequence) or has_environment:
         return
     if "prompt" not in columns:
         raise DataError(

@@ -96,6 +96,15 @@ class LongStrawGRPOConfig(GRPOConfig):
                 f"longstraw_state_budget_gib={budget}: give a positive number of GiB, or None for "
                 "no limit."
             )
+        try:
+            return self._engine_config(budget, router_statistics)
+        except ConfigError as error:
+            name = str(error).partition("=")[0]
+            if not hasattr(self, f"longstraw_{name}"):
+                raise
+            raise ConfigError(f"longstraw_{error}") from None  # the name the user wrote
+
+    def _engine_config(self, budget: float | None, router_statistics: bool) -> EngineConfig:
         return EngineConfig(
             prompt_gradient=self.longstraw_prompt_gradient,  # type: ignore[arg-type]
             chunk_size=self.longstraw_chunk_size,

@@ -28,7 +28,6 @@ class RowGroups:
         attention_mask: Tensor,
         num_columns: int,
         *,
-        cuts: Sequence[int] = (),
         complete: Sequence[bool] = (),
     ) -> "RowGroups":
         """Unpad rows and join neighbours with the same prompt.
@@ -36,15 +35,14 @@ class RowGroups:
         Args:
             input_ids, attention_mask: `[B, P + C]`, prompt left-padded, completion right-padded.
             num_columns: C.
-            cuts: rows at which a new group begins although the prompt may be the same.
-            complete: per row, whether the group that ends there has no members to come.
+            complete: per row, whether no members of its prompt are to come if it is the last.
         """
         runs: list[tuple[Tensor, list[Tensor], int]] = []
         split = input_ids.shape[1] - num_columns
         for row, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
             prompt = ids[:split][mask[:split]]
             completion = ids[split:][mask[split:]]
-            if not runs or row in cuts or not torch.equal(prompt, runs[-1][0]):
+            if not runs or not torch.equal(prompt, runs[-1][0]):
                 runs.append((prompt, [], row))
             runs[-1][1].append(completion)
             runs[-1] = (*runs[-1][:2], row)

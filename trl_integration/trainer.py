@@ -276,9 +276,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         ends = [(first + row + 1) % self._group_size == 0 for row in range(num_rows)]
         # A group that an optimizer step cuts is captured again with the new weights.
         complete = [end or self.accelerator.sync_gradients for end in ends]
-        cuts = [row + 1 for row in range(num_rows) if ends[row]]
         width = inputs["completion_ids"].shape[1]
-        return RowGroups.from_batch(input_ids, mask, width, cuts=cuts, complete=complete)
+        return RowGroups.from_batch(input_ids, mask, width, complete=complete)
 
     def _finish_update(self) -> None:
         gap = self.engine.finalize()

@@ -142,6 +142,7 @@ def _check_dropout(model: nn.Module) -> None:
         if isinstance(attention_dropout, (int, float)) and attention_dropout > 0:
             raise ConfigError(
                 f"{name or 'the model'} has attention_dropout {attention_dropout}; a replay would "
-                "draw another mask than the capture. Load the model with attention_dropout=0.0 "
+                "draw another mask than the capture, and disable_dropout=True does not reach it. "
+                "Load the model with attention_dropout=0.0 "
                 '(for example model_init_kwargs={"attention_dropout": 0.0}).'
             )

@@ -70,7 +70,8 @@ class PageStore:
             return
         raise MemoryPlanError(
             f"{what} takes {num_bytes:,} bytes beside the {self.bytes_in_use:,} in use; the "
-            f"budget is {self.budget_bytes:,}. Raise state_budget_bytes, put pages on the host "
+            f"budget is {self.budget_bytes:,}. Raise state_budget_bytes "
+            "(longstraw_state_budget_gib in the trainer), put pages on the host "
             "(page_device='host'), shorten the prompt, run fewer prompts per update, or use "
             "prompt_gradient='stopped', which keeps no cotangents."
         )
