@@ -237,14 +237,23 @@ class Engine:
         states: list[SegmentState] = []
         for group in groups:
             states.append(self._capture(group.prompt_ids, keep=tuple(states)))
+        needed, tokens = self._response_bytes(groups, for_backward), 0
         if for_backward and self.config.needs_prompt_backward:
             tokens = sum(s.segment.num_tokens for s in set(states) if not s.has_cotangent)
-            cotangent_bytes = self.decoder.state_bytes(tokens, True) - self.decoder.state_bytes(
-                tokens, False
-            )
-            self.prompts.make_room(cotangent_bytes, keep=tuple(states))
-            self.store.require(cotangent_bytes, f"the cotangents of {tokens:,} prompt tokens")
+            needed += self.decoder.state_bytes(tokens, True)
+            needed -= self.decoder.state_bytes(tokens, False)
+        self.prompts.make_room(needed, keep=tuple(states))
+        what = f"an update (cotangents of {tokens:,} prompt tokens, pages of the longest responses)"
+        self.store.require(needed, what)
         return states
+
+    def _response_bytes(self, groups: Sequence[PromptGroup], for_backward: bool) -> int:
+        """State that responses longer than a chunk hold while they are run; one batch at a time."""
+        lengths = [ids.numel() for group in groups for ids in group.completion_ids]
+        num_inputs = max(lengths, default=0) + self.config.router_statistics  # see `members`
+        chunks_kept = max(num_inputs - 1, 0) // self.config.chunk_size
+        tokens = self.config.replay_batch * chunks_kept * self.config.chunk_size
+        return self.decoder.state_bytes(tokens, for_backward)
 
     # ---------------------------------------------------------------- 2. score
 

@@ -31,7 +31,3 @@ class StalePromptStateError(PromptStateError):
 
 class MemoryPlanError(LongStrawError, RuntimeError):
     """State that would not fit the byte budget."""
-
-
-class RankMismatchError(LongStrawError, RuntimeError):
-    """Ranks that disagree on something they must share."""

@@ -43,7 +43,7 @@ class GradientGap:
     def summarize(
         self, parameters: Sequence[nn.Parameter], has_prompt_part: bool
     ) -> dict[str, float]:
-        """Compare the two gradients and forget them.
+        """Compare this process's two gradients and forget them.
 
         Args:
             has_prompt_part: whether `.grad` is the exact gradient or the stopped one.

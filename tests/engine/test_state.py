@@ -233,3 +233,19 @@ def test_a_long_rest_is_captured_and_not_run_at_once() -> None:
     joined = torch.cat([short.prompt_ids[:-1], long.prompt_ids])
     generate(engine, joined, 2, max_new_tokens=2, do_sample=False)
     assert engine.ledger.num_captures == 2
+
+
+def test_a_long_response_is_counted_before_anything_runs() -> None:
+    """The prompt fits, the four chunks that a response holds during its replay do not: an error
+    before the first backward, and not in the middle of the update."""
+    groups = random_groups([(17, (3, 70))])
+    model = tiny_model("llama")
+    prompt = Engine(model).decoder.state_bytes(16, with_cotangents=True)
+    engine = Engine(model, _config(state_budget_bytes=2 * prompt))
+    with pytest.raises(MemoryPlanError, match="longest responses"):
+        engine.accumulate(groups, RandomLoss(groups))
+    assert all(p.grad is None for p in model.parameters())
+    enough = prompt + engine.decoder.state_bytes(64, with_cotangents=True)
+    roomy = Engine(model, _config(state_budget_bytes=enough))
+    roomy.accumulate(groups, RandomLoss(groups))
+    assert roomy.store.peak_bytes <= enough
