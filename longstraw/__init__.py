@@ -10,14 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .backends import Backend, TorchBackend
+    from .backends.deepspeed import DeepSpeedBackend, bound_collectives, prepare_deepspeed
     from .config import EngineConfig
-    from .engine import Engine, GroupScores, UpdateReport
+    from .distributed import RankWatch
+    from .distributed.launch import check_ranks, connect_cpu_ranks, launched_ranks
+    from .engine import Engine, FinalizeReport, GroupScores, UpdateReport
     from .errors import (
         ConfigError,
         DataError,
         LongStrawError,
         MemoryPlanError,
         PromptStateError,
+        RankLostError,
+        RanksAbortedError,
         ShapeError,
         StalePromptStateError,
         UnsupportedModelError,
@@ -29,6 +35,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "RanksAbortedError": "errors",
+    "RankLostError": "errors",
+    "FinalizeReport": "engine",
+    "check_ranks": "distributed.launch",
+    "connect_cpu_ranks": "distributed.launch",
+    "launched_ranks": "distributed.launch",
+    "bound_collectives": "backends.deepspeed",
+    "prepare_deepspeed": "backends.deepspeed",
+    "RankWatch": "distributed",
+    "DeepSpeedBackend": "backends.deepspeed",
+    "TorchBackend": "backends",
+    "Backend": "backends",
     "SERVED_FAMILIES": "models",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -51,23 +69,35 @@ _HOME = {
 
 __all__ = [
     "SERVED_FAMILIES",
+    "Backend",
     "ConfigError",
     "DataError",
+    "DeepSpeedBackend",
     "Engine",
     "EngineConfig",
+    "FinalizeReport",
     "GroupScores",
     "LongStrawError",
     "MemoryPlanError",
     "PromptGroup",
     "PromptStateError",
+    "RankLostError",
+    "RankWatch",
+    "RanksAbortedError",
     "RouterSums",
     "Segment",
     "ShapeError",
     "StalePromptStateError",
+    "TorchBackend",
     "UnsupportedModelError",
     "UpdateReport",
+    "bound_collectives",
+    "check_ranks",
+    "connect_cpu_ranks",
     "generate",
+    "launched_ranks",
     "load_balancing_loss",
+    "prepare_deepspeed",
 ]
 
 

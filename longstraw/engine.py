@@ -8,8 +8,8 @@ tensors and segments. The loss is a function it is given: it gets values of log-
 and its gradient with respect to them is all that the replays need.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from longstraw_kernels.page_attention import available_impl
 
-from .backends import TorchBackend
+from .backends import Backend, TorchBackend
 from .config import EngineConfig
-from .errors import StalePromptStateError
+from .distributed import LockStep, Pass, RankWatch
+from .errors import ConfigError, StalePromptStateError
 from .gradient_gap import GradientGap
 from .ledger import Ledger
 from .models import Decoder, PolicyVersion, RouterSums, TokenCotangents
@@ -63,6 +64,20 @@ class UpdateReport:
     num_skipped: int
 
 
+@dataclass(frozen=True)
+class FinalizeReport:
+    """The gradient of one optimizer step.
+
+    Attributes:
+        is_finite: False if it held NaN or infinity: it was taken away and the step will change
+            nothing. None where the optimizer decides that itself.
+        gap: `relative` and `cosine` of the gradient gap, when it is measured.
+    """
+
+    is_finite: bool | None
+    gap: dict[str, float] | None
+
+
 LossFunction = Callable[[list[GroupScores]], Tensor]
 
 
@@ -73,7 +88,12 @@ class Engine:
         model: a causal LM of a served family, or a PEFT model around one.
         config: see `EngineConfig`.
         autocast: makes the mixed-precision context for forwards.
-        backend: how backwards are driven.
+        backend: how backwards are driven; see also `drive_with`.
+        device: where the model will run, if it is not there yet.
+        timeout_seconds: how long to wait for other ranks.
+
+    Attributes:
+        watch: knows where this rank and the others are.
 
     Raises:
         UnsupportedModelError, ConfigError: the model cannot be served; see `check_model`.
@@ -92,7 +112,9 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        backend: TorchBackend | None = None,
+        backend: Backend | None = None,
+        device: torch.device | None = None,
+        timeout_seconds: float = 1800.0,
     ) -> None:
         self.config = config or EngineConfig()
         self.decoder = Decoder(
@@ -100,16 +122,35 @@ class Engine:
             allow_extrapolation=self.config.allow_extrapolation,
             autocast=autocast,
             fp32_head=self.config.fp32_head,
+            device=device,
         )
-        self.backend = backend or TorchBackend()
         on_host = self.config.page_device == "host"
         home = torch.device("cpu") if on_host else self.decoder.device
         self.store = PageStore(home, self.config.page_size, self.config.state_budget_bytes)
         self.prompts = CapturedPrompts(self.store)
-        self.ledger = Ledger(self.decoder.device, self.config.progress)
+        self.watch = RankWatch()
+        self.ledger = Ledger(self.decoder.device, self.config.progress, self.watch.at)
+        self.lockstep = LockStep(timeout_seconds=timeout_seconds, watch=self.watch)
+        self.backend = backend or TorchBackend()
         self._passes = SegmentPasses(self.decoder, self.store, self.backend, self.config)
+        self.drive_with(self.backend)
         self._gap = GradientGap()
         self._step = 0
+
+    def drive_with(self, backend: Backend) -> None:
+        """Let `backend` drive backwards from now on.
+
+        Raises:
+            ConfigError: an option asks for what this backend does not have.
+        """
+        if self.config.log_gradient_gap and not backend.keeps_gradients:
+            raise ConfigError(
+                "log_gradient_gap=True (longstraw_log_gradient_gap in the trainer) compares whole "
+                "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
+                "LoRA under stage 2."
+            )
+        self.backend = backend
+        self._passes.drive_with(backend, self.lockstep)
 
     def describe(self) -> str:
         """One line on how this engine runs, for logs."""
@@ -123,7 +164,7 @@ class Engine:
             f"{decoder.family.model_type} on {device}, {config.prompt_gradient} prompt gradient, "
             f"chunks of {config.chunk_size:,} tokens, pages of {config.page_size:,} on "
             f"{self.store.device}, {per_token:,} bytes of state per prompt token, "
-            f"attention {attention}"
+            f"attention {attention}, {self.backend.describe(decoder.trainable_parameters())}"
         )
 
     # ---------------------------------------------------------------- the update
@@ -142,38 +183,63 @@ class Engine:
         Raises:
             MemoryPlanError: the state would exceed the budget; nothing was accumulated.
         """
-        with self.decoder.attached():
-            states = self._capture_all(groups, for_backward=True)
-            scores = [self._score(s, g) for s, g in zip(states, groups, strict=True)]
-            loss, losses = self._differentiate(loss_of, scores)
-            replayed = 0
-            for state, group, cotangents in zip(states, groups, losses, strict=True):
-                replayed += self._replay(state, group, cotangents)
-            # After all replays: groups with the same prompt share its state. The last one decides.
-            is_complete = {s: g.is_complete for s, g in zip(states, groups, strict=True)}
-            for state in is_complete:
-                if is_complete[state]:
-                    self._finish_prompt(state)
+        parameters = self.decoder.trainable_parameters()
+        with self.decoder.attached(), self._all_or_nothing():
+            self.backend.begin_update(parameters)
+            with self.lockstep.together("capture and scoring"):
+                states = self._capture_all(groups, for_backward=True)
+                scores = [self._score(s, g) for s, g in zip(states, groups, strict=True)]
+            with self.lockstep.together("the loss"):
+                loss, losses = self._differentiate(loss_of, scores)
+            with self.lockstep.together("replay"):
+                replayed = 0
+                for state, group, cotangents in zip(states, groups, losses, strict=True):
+                    replayed += self._replay(state, group, cotangents)
+                # After all replays: groups with the same prompt share its state. The last decides.
+                is_complete = {s: g.is_complete for s, g in zip(states, groups, strict=True)}
+                for state in is_complete:
+                    if is_complete[state]:
+                        self._finish_prompt(state)
         total = sum(len(group.completion_ids) for group in groups)
         return UpdateReport(loss, replayed, total - replayed)
 
-    def finalize(self) -> dict[str, float]:
+    def finalize(self) -> FinalizeReport:
         """End the accumulation before the optimizer's step. Collective under data parallelism.
 
         Runs the prompt backwards that are still pending and averages gradients over ranks.
-
-        Returns:
-            `relative` and `cosine` of the gradient gap when it is measured, else nothing.
         """
         parameters = self.decoder.trainable_parameters()
-        with self.decoder.attached():
-            for state in self.prompts.pending():
-                self._finish_prompt(state)
-        gap = {}
-        if self.config.log_gradient_gap:
-            gap = self._gap.summarize(parameters, self.config.prompt_gradient == "exact")
-        self.backend.finalize(parameters)
-        return gap
+        with self.decoder.attached(), self._all_or_nothing():
+            self.backend.begin_update(parameters)
+            with self.lockstep.together("prompt backward"):
+                for state in self.prompts.pending():
+                    self._finish_prompt(state)
+                if self.backend.needs_anchor and not self.backend.has_gradient:
+                    # Nobody had an advantage: the optimizer still needs a gradient, of zeros.
+                    self._passes.run_idle(Pass.BACKWARD)
+            gap = None
+            if self.config.log_gradient_gap:
+                gap = self._gap.summarize(parameters, self.config.prompt_gradient == "exact")
+            self.watch.at("reducing gradients")
+            finalized = self.backend.finalize(parameters)
+        return FinalizeReport(finalized.is_finite, gap)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An error inside forgets what was accumulated since the last optimizer step."""
+        try:
+            yield
+        except BaseException:
+            self.backend.discard(self.decoder.trainable_parameters())
+            for state in self.prompts.states():
+                self.prompts.drop(state)
+            raise
+
+    @contextmanager
+    def weights_gathered(self) -> Iterator[None]:
+        """Say that inside, whole weights stand on every rank: passes need no other rank."""
+        with self.backend.weights_gathered(), self.lockstep.suspended():
+            yield
 
     def weights_changed(self) -> None:
         """Say that the weights were updated: every captured state is stale and freed."""
@@ -225,7 +291,7 @@ class Engine:
     @property
     def policy_version(self) -> PolicyVersion:
         """What a state captured now would be labelled with."""
-        return self.decoder.policy_version(self._step)
+        return self.decoder.policy_version(self._step, count_writes=self.backend.counts_writes)
 
     def _capture_all(
         self, groups: Sequence[PromptGroup], *, for_backward: bool
@@ -259,7 +325,7 @@ class Engine:
 
     def score(self, group: PromptGroup) -> GroupScores:
         """Log-probs and entropies of a group's responses, without a graph."""
-        with self.decoder.attached():
+        with self.decoder.attached(), self.lockstep.together("scoring"):
             (state,) = self._capture_all([group], for_backward=False)
             return self._score(state, group)
 

@@ -31,3 +31,11 @@ class StalePromptStateError(PromptStateError):
 
 class MemoryPlanError(LongStrawError, RuntimeError):
     """State that would not fit the byte budget."""
+
+
+class RanksAbortedError(LongStrawError, RuntimeError):
+    """Work given up on this rank because another one failed in it."""
+
+
+class RankLostError(LongStrawError, RuntimeError):
+    """Other ranks stopped answering."""

@@ -4,7 +4,7 @@ Knows phases, seconds, tokens and bytes; knows nothing of what a phase does.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,14 +40,23 @@ class PhaseRecord:
 class Ledger:
     """Adds up what each phase took.
 
+    Args:
+        announce: told the name of each phase as it begins.
+
     Attributes:
         state_bytes: most bytes of captured state and cotangents held so far.
         num_captures: prompts captured.
     """
 
-    def __init__(self, device: torch.device, progress: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        progress: bool = False,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
         self.device = device
         self.progress = progress
+        self._announce = announce
         self.state_bytes = 0
         self.num_captures = 0
         self._taken: dict[str, float] = {}
@@ -58,6 +67,8 @@ class Ledger:
         """Account for what runs inside; yields a bar to `update` by tokens done."""
         record = self._records[name]
         show = self.progress and tokens >= _BAR_FROM_TOKENS
+        if self._announce is not None:
+            self._announce(f"{name}, call {record.calls + 1}")
         _reset_peak(self.device)
         begin = time.perf_counter()
         bar = tqdm(total=tokens, desc=name, unit="tok", leave=False, disable=not show)

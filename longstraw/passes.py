@@ -6,21 +6,23 @@ z_c has already left its part of dL/dz_c on chunk c's pages.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .backends import TorchBackend
+from .backends import Backend
 from .config import EngineConfig
+from .distributed import LockStep, Pass
 from .models import (
     Decoder,
     RouterSums,
     TokenCotangents,
     TokenScores,
-    backward_scores,
     router_sums,
+    score_anchor,
     score_tokens,
 )
 from .models.decoder import ChunkOutput
@@ -44,15 +46,26 @@ class SegmentLoss:
 
 
 class SegmentPasses:
-    """Runs segments of one decoder against one page store."""
+    """Runs segments of one decoder against one page store.
+
+    Attributes:
+        lockstep: takes turns with other ranks, for passes that contain collectives.
+    """
 
     def __init__(
-        self, decoder: Decoder, store: PageStore, backend: TorchBackend, config: EngineConfig
+        self, decoder: Decoder, store: PageStore, backend: Backend, config: EngineConfig
     ) -> None:
         self.decoder = decoder
         self.store = store
-        self.backend = backend
         self.config = config
+        self.drive_with(backend, LockStep())
+
+    def drive_with(self, backend: Backend, lockstep: LockStep) -> None:
+        """Let `backend` drive backwards, in step with other ranks."""
+        self.backend = backend
+        self.lockstep = lockstep
+        lockstep.turns = backend.turns
+        lockstep.run_idle = self._join
 
     def new_state(
         self,
@@ -84,7 +97,8 @@ class SegmentPasses:
         needed = self.decoder.state_bytes(num_tokens, with_cotangents=False)
         self.store.require(needed, f"the state of {num_tokens:,} tokens")
         for chunk in chunks:
-            cache, output = self._forward(state, chunk)
+            with self._turn(Pass.CAPTURE):
+                cache, output = self._forward(state, chunk)
             self._keep(state, chunk, cache)
             self._add_router_sums(state, chunk, output)
             if not but_last:  # else the backward that follows counts these tokens
@@ -95,16 +109,9 @@ class SegmentPasses:
         """Log-probs and entropies of `targets` `[B, T]`; the pages in between are freed again."""
         parts, chunks = [], self._chunks(state)
         for chunk in chunks:
-            cache, output = self._forward(state, chunk)
-            parts.append(
-                score_tokens(
-                    self.decoder.logits,
-                    output.hidden,
-                    targets[:, chunk.start : chunk.stop],
-                    self.config.temperature,
-                    self.config.logprob_chunk_size,
-                )
-            )
+            with self._turn(Pass.SCORE):
+                cache, output = self._forward(state, chunk)
+                parts.append(self._score(output.hidden, targets[:, chunk.start : chunk.stop]))
             self._add_router_sums(state, chunk, output)
             if chunk is not chunks[-1]:
                 self._keep(state, chunk, cache)
@@ -123,8 +130,13 @@ class SegmentPasses:
         left on its pages; that leaves cotangents on the pages before it.
         """
         for chunk in reversed(self._chunks(state)):
-            with torch.enable_grad():
-                cache, output = self._forward(state, chunk)
+            with self._turn(Pass.BACKWARD):
+                self._backward_chunk(state, chunk, loss)
+            bar.update(state.segment.num_rows * chunk.num_tokens)
+
+    def _backward_chunk(self, state: SegmentState, chunk: Chunk, loss: SegmentLoss) -> None:
+        with torch.enable_grad():
+            cache, output = self._forward(state, chunk)
             roots, cotangents = [], []
             for root, cotangent in (
                 *self._token_roots(chunk, output, loss),
@@ -134,11 +146,43 @@ class SegmentPasses:
                 if root.requires_grad:
                     roots.append(root)
                     cotangents.append(cotangent)
-            # Nobody reads this chunk again; its own keys and values are in the graph.
-            state.free_chunk(chunk)
-            if roots:
-                self.backend.backward(roots, cotangents)
-            bar.update(state.segment.num_rows * chunk.num_tokens)
+        # Nobody reads this chunk again; its own keys and values are in the graph.
+        state.free_chunk(chunk)
+        if roots:
+            self.backend.backward(roots, cotangents)
+
+    # ---------------------------------------------------------------- one pass
+
+    @contextmanager
+    def _turn(self, kind: Pass) -> Iterator[None]:
+        with self.lockstep.turn(kind) as is_collective:
+            if is_collective:
+                self.backend.begin_pass()
+            yield
+
+    def run_idle(self, kind: Pass) -> None:
+        """One pass of zero weight that every rank makes."""
+        with self._turn(kind):
+            self._run_idle(kind)
+
+    def _join(self, kind: Pass) -> None:
+        """One pass of zero weight while other ranks make real ones."""
+        self.backend.begin_pass()
+        self._run_idle(kind)
+
+    def _run_idle(self, kind: Pass) -> None:
+        """One token without a history, for the sake of the collectives in its pass."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.decoder.device)
+        state = self.new_state(Segment(token, (1,)), None, needs_cotangent=False)
+        chunk = self._chunks(state)[0]
+        with self.decoder.attached():
+            if kind is Pass.BACKWARD:
+                self._backward_chunk(state, chunk, SegmentLoss())
+                return
+            with torch.no_grad():
+                _, output = self._forward(state, chunk)
+                if kind is Pass.SCORE:
+                    self._score(output.hidden, torch.full_like(token, -1))
 
     def _chunks(self, state: SegmentState) -> list[Chunk]:
         return state.segment.chunks(self.config.chunk_size)
@@ -157,6 +201,19 @@ class SegmentPasses:
         )
         return cache, output
 
+    def _score(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+        def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            scores = score_tokens(
+                self.decoder.logits,
+                hidden,
+                targets,
+                self.config.temperature,
+                self.config.logprob_chunk_size,
+            )
+            return scores.logps, scores.entropies  # what hooks on modules can look into
+
+        return TokenScores(*self.decoder.at_head(score, hidden))
+
     def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
         for layer in range(self.decoder.num_layers):
             state.append(chunk, layer, *cache.own(layer))
@@ -174,32 +231,39 @@ class SegmentPasses:
     def _token_roots(
         self, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        if loss.tokens is None or loss.targets is None:
-            return
         here = slice(chunk.start, chunk.stop)
-        entropies = loss.tokens.entropies
-        cotangents = TokenCotangents(
-            loss.tokens.logps[:, here], None if entropies is None else entropies[:, here]
-        )
-        if cotangents.is_zero:
+        targets, cotangents = loss.targets, None
+        if loss.tokens is not None:
+            cotangents = loss.tokens.columns(here)
+            cotangents = None if cotangents.is_zero else cotangents
+        if targets is None:
+            targets = torch.full(output.hidden.shape[:2], -1, device=output.hidden.device)
+        else:
+            targets = targets[:, here]
+        if cotangents is None and not self.backend.needs_anchor:
             return
-        hidden_grad = backward_scores(
-            self.decoder.logits,
-            output.hidden,
-            loss.targets[:, here],
-            cotangents,
-            self.config.temperature,
-            self.config.logprob_chunk_size,
-        )
-        yield output.hidden, hidden_grad
+        parameters = [p for p in self.decoder.head.parameters() if p.requires_grad]
+
+        def anchor(hidden: Tensor) -> Tensor:
+            return score_anchor(
+                self.decoder.logits,
+                hidden,
+                targets,
+                cotangents,
+                self.config.temperature,
+                self.config.logprob_chunk_size,
+                parameters,
+            )
+
+        root = self.decoder.at_head(anchor, output.hidden)
+        yield root, torch.ones_like(root)
 
     def _router_roots(
         self, state: SegmentState, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
     ) -> Iterator[tuple[Tensor, Tensor]]:
         if loss.router_probs is None:
             return
-        with torch.enable_grad():
-            probs = self._router_sums(state, chunk, output).probs
+        probs = self._router_sums(state, chunk, output).probs
         yield probs, loss.router_probs.to(probs.dtype)
 
     def _state_roots(
@@ -211,10 +275,4 @@ class SegmentPasses:
             if not any(page.key_cotangent is not None for page in pages):
                 continue
             key, value = cache.own(layer)
-            yield key, _join([page.cotangents()[0] for page in pages], like=key)
-            yield value, _join([page.cotangents()[1] for page in pages], like=value)
-
-
-def _join(cotangents: list[Tensor], like: Tensor) -> Tensor:
-    """Page cotangents along the token dimension, where and as `like` is."""
-    return torch.cat([c.to(like.device, like.dtype) for c in cotangents], dim=-2)
+            yield from zip((key, value), self.store.join_cotangents(pages, key, value), strict=True)

@@ -77,12 +77,9 @@ class CapturedPrompts:
         return [state for _, state in self._states.values()]
 
     def make_room(self, num_bytes: int, keep: tuple[SegmentState, ...] = ()) -> None:
-        """Drop states that can be captured again until `num_bytes` more fit the budget."""
-        budget = self._store.budget_bytes
-        if budget is None:
-            return
+        """Drop states that can be captured again until `num_bytes` more fit."""
         for state in self.states():
-            if self._store.bytes_in_use + num_bytes <= budget:
+            if self._store.fits(num_bytes):
                 return
             if not state.has_cotangent and all(state is not kept for kept in keep):
                 self.drop(state)

@@ -208,8 +208,7 @@ class _Rows:
     def attend(self, q: Tensor, pages: list[Page]) -> tuple[Tensor, Tensor] | None:
         """`(out, lse)` over the pages, in the batch's layout; None if there is no page."""
         queries, merged = self._enter(q), None
-        for page in pages:
-            key, value = page.read(q.device, q.dtype)
+        for page, key, value in self.blocks.handle.store.read(pages, q.device, q.dtype):
             params = self.blocks.params(page.start, causal=False)
             part = block_attention(queries, key, value, params, impl=self.blocks.handle.impl)
             merged = part if merged is None else merge_lse(*merged, *part)
@@ -229,13 +228,13 @@ class _Rows:
             self._enter(saved.lse.unsqueeze(-1)).squeeze(-1),
         )
         total = torch.zeros_like(entered.q)
-        for page in pages:
-            key, value = page.read(dq.device, dq.dtype)
+        store = self.blocks.handle.store
+        for page, key, value in store.read(pages, dq.device, dq.dtype, with_cotangents=True):
             params = self.blocks.params(page.start, causal=False)
             part, dk, dv = self.blocks.block_backward(entered, key, value, params)
             total += part
             if page.needs_cotangent:
-                self.blocks.handle.store.add_cotangent(page, dk, dv)
+                store.add_cotangent(page, dk, dv)
         return dq + self._leave(total)
 
     def _enter(self, x: Tensor) -> Tensor:

@@ -5,15 +5,20 @@ wrapper, whose hooks stay asleep without a wrapped forward, and averages here in
 would reduce at every replay, and ranks may replay different numbers of members.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .base import Backend, Finalized
 
-class TorchBackend:
+
+class TorchBackend(Backend):
     """Drives `torch.autograd.backward` and the mean over data-parallel ranks.
+
+    Gradients of half-precision parameters accumulate in fp32 (from torch 2.10 on): a prompt of a
+    million tokens adds five hundred chunks, and bf16 loses what is 256 times smaller than the sum.
 
     Args:
         group: the data-parallel process group; None for the default one.
@@ -22,23 +27,77 @@ class TorchBackend:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
+    def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        accumulate_in_fp32(parameters)
+
     def backward(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """Backpropagate `cotangents` from `roots` into parameters and pages."""
         torch.autograd.backward(list(roots), list(cotangents))
 
-    def finalize(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the accumulated gradients over the ranks. A collective: every rank calls it.
+    def finalize(self, parameters: Sequence[nn.Parameter]) -> Finalized:
+        """Average over the ranks, and take a gradient that is not finite away.
 
         A parameter that no replay reached gets a zero gradient, not None: ranks must reduce the
         same tensors, and an optimizer with momentum moves on a zero gradient, as it does in TRL.
+        Without any gradient at all no optimizer of torch's moves anything.
         """
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if not dist.is_available() or not dist.is_initialized():
-            return
-        world_size = dist.get_world_size(self.group)
+        fill_with_zeros(parameters)
+        world_size = 1
+        if dist.is_available() and dist.is_initialized():
+            world_size = dist.get_world_size(self.group)
         for parameter in parameters if world_size > 1 else ():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=self.group)
             parameter.grad /= world_size
+        is_finite = bool(torch.isfinite(gradient_norm(parameters)))
+        if not is_finite:
+            self.discard(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
+        return Finalized(is_finite)
+
+    def discard(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def describe(self, parameters: Sequence[nn.Parameter]) -> str:
+        return f"gradients accumulate in {_dtypes(p for p in parameters)}"
+
+
+def accumulate_in_fp32(parameters: Sequence[nn.Parameter]) -> None:
+    """Let `.grad` of half-precision parameters be fp32, where torch can (2.10 and newer)."""
+    for parameter in parameters:
+        half = parameter.dtype in (torch.bfloat16, torch.float16)
+        if not half or getattr(parameter, "grad_dtype", None) in (None, torch.float32):
+            continue
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if gradient is None else gradient.float()
+
+
+def fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters without a gradient one of zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The L2 norm of all gradients together, not finite if any element is not."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def _dtypes(parameters: Iterable[nn.Parameter]) -> str:
+    has_grad_dtype = hasattr(torch.Tensor, "grad_dtype")
+    return ", ".join(
+        sorted(
+            {
+                "fp32" if has_grad_dtype and p.dtype.itemsize <= 4 else str(p.dtype)[6:]
+                for p in parameters
+            }
+        )
+    )

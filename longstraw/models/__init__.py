@@ -3,7 +3,7 @@
 from .decoder import Decoder, PolicyVersion
 from .registry import SERVED_FAMILIES, check_model
 from .router import RouterSums, load_balancing_loss, router_sums
-from .scoring import TokenCotangents, TokenScores, backward_scores, score_tokens
+from .scoring import TokenCotangents, TokenScores, score_anchor, score_tokens
 
 __all__ = [
     "SERVED_FAMILIES",
@@ -12,9 +12,9 @@ __all__ = [
     "RouterSums",
     "TokenCotangents",
     "TokenScores",
-    "backward_scores",
     "check_model",
     "load_balancing_loss",
     "router_sums",
+    "score_anchor",
     "score_tokens",
 ]

@@ -62,6 +62,7 @@ class Decoder:
         family: what `check_model` found.
         autocast: makes the context for forwards (mixed precision).
         fp32_head: whether logits are computed in fp32, outside `autocast`.
+        device: where the model will run, if it is not there yet.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Decoder:
         allow_extrapolation: bool = False,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         fp32_head: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.base: PreTrainedModel = (
@@ -81,6 +83,8 @@ class Decoder:
         self.fp32_head = fp32_head
         self.decoder: nn.Module = self.base.get_decoder()
         self.allow_extrapolation = allow_extrapolation
+        self._device = device
+        self._project: Callable[[Tensor], Tensor] | None = None
         self._is_attached = False
 
     @property
@@ -93,7 +97,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return next(self.base.parameters()).device
+        return self._device or next(self.base.parameters()).device
 
     @property
     def num_experts_per_token(self) -> int | None:
@@ -104,10 +108,14 @@ class Decoder:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def policy_version(self, step: int) -> PolicyVersion:
-        """The version that a capture made now would have."""
+    def policy_version(self, step: int, *, count_writes: bool = True) -> PolicyVersion:
+        """The version that a capture made now would have.
+
+        Args:
+            count_writes: False where something else than the optimizer writes to parameters.
+        """
         # Trainable ones only: PEFT swaps frozen expert weights for views during a forward.
-        writes = sum(p._version for p in self.trainable_parameters())
+        writes = sum(p._version for p in self.trainable_parameters()) if count_writes else 0
         return PolicyVersion(step, writes, self._active_adapters())
 
     @contextmanager
@@ -149,10 +157,42 @@ class Decoder:
         router_logits = tuple(output.router_logits) if with_router else ()
         return ChunkOutput(output.last_hidden_state, router_logits)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap."""
-        head = self.base.get_output_embeddings()
+    @property
+    def head(self) -> nn.Module:
+        """The module that projects to logits; with a trained copy of PEFT's, the one in use."""
+        head: Any = self.base.get_output_embeddings()
         assert head is not None, "a causal LM without a head"
+        copies = getattr(head, "modules_to_save", None)
+        if copies is None:
+            return head
+        is_off = head.disable_adapters or not head.active_adapters
+        return head.original_module if is_off else copies[head.active_adapters[0]]
+
+    def at_head(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """`function(hidden)`, run as the head's own forward.
+
+        Hooks on the head that bring its weights (ZeRO-3's) then work once for all slices of rows
+        that `function` projects with `logits`.
+        """
+        head = self.head
+        is_own = "forward" in vars(head)  # accelerate puts a forward on the instance
+        self._project = head.forward
+        head.forward = function
+        try:
+            return head(hidden)
+        finally:
+            if is_own:
+                head.forward = self._project
+            else:
+                del head.forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap.
+
+        For use in `at_head`, and in the backward of what ran there.
+        """
+        head = self._project
+        assert head is not None, "logits outside of at_head"
         # Autocast would round the logits of an fp32 head again.
         off = torch.autocast(hidden.device.type, enabled=False)
         with off if self.fp32_head else self.autocast():

@@ -1,15 +1,14 @@
 """Log-probs and entropies of given tokens, and their backward, a few rows of logits at a time.
 
-The backward does not wait for autograd to ask: dL/dlogp and dL/dentropy are known before a replay
-starts, so each slice of rows is differentiated as soon as its logits exist and its `[rows, V]`
-tensors are freed before the next slice.
+dL/dlogp and dL/dentropy are known before a replay starts, so each slice of rows is differentiated
+as soon as its logits exist, and its `[rows, V]` tensors are freed before the next slice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,11 @@ class TokenCotangents:
         """Whether no token needs a gradient."""
         some = bool(self.logps.any())
         return not some and (self.entropies is None or not bool(self.entropies.any()))
+
+    def columns(self, run: slice) -> "TokenCotangents":
+        """Those of a run of tokens."""
+        entropies = None if self.entropies is None else self.entropies[:, run]
+        return TokenCotangents(self.logps[:, run], entropies)
 
 
 LogitsFunction = Callable[[Tensor], Tensor]
@@ -66,30 +70,67 @@ def score_tokens(
     return TokenScores(logps.view(targets.shape), entropies.view(targets.shape))
 
 
-def backward_scores(
+def score_anchor(
+    logits_of: LogitsFunction,
+    hidden: Tensor,
+    targets: Tensor,
+    cotangents: TokenCotangents | None,
+    temperature: float,
+    num_rows: int,
+    parameters: Sequence[nn.Parameter],
+) -> Tensor:
+    """A scalar whose backward is that of the scores; its value is zero and means nothing.
+
+    `backward()` on it sends dL/dhidden into `hidden` and the head's gradients into `parameters`,
+    both summed over all slices of rows, so that each parameter is reached once however many
+    slices there are. Without cotangents both are zeros.
+
+    Args:
+        hidden: `[B, T, E]`.
+        cotangents: `[B, T]` each.
+        parameters: the head's trainable ones.
+    """
+
+    def differentiate(hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        if cotangents is None:
+            return torch.zeros_like(hidden), [torch.zeros_like(p) for p in parameters]
+        return _backward_scores(
+            logits_of, hidden, targets, cotangents, temperature, num_rows, parameters
+        )
+
+    return _ScoreAnchor.apply(hidden, differentiate, *parameters)  # type: ignore[no-any-return]
+
+
+class _ScoreAnchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, differentiate, *parameters):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden)
+        ctx.differentiate = differentiate
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        hidden_grad, parameter_grads = ctx.differentiate(*ctx.saved_tensors)
+        return hidden_grad, None, *parameter_grads
+
+
+def _backward_scores(
     logits_of: LogitsFunction,
     hidden: Tensor,
     targets: Tensor,
     cotangents: TokenCotangents,
     temperature: float,
     num_rows: int,
-) -> Tensor:
-    """dL/dhidden; the head's own parameters accumulate their gradients on the way.
-
-    Args:
-        hidden: `[B, T, E]`, read only for its values.
-        cotangents: `[B, T]` each.
-
-    Returns:
-        `[B, T, E]`, zero where nothing is asked.
-    """
+    parameters: Sequence[nn.Parameter],
+) -> tuple[Tensor, list[Tensor]]:
+    """dL/dhidden `[B, T, E]`, and dL/dparameters in each parameter's shape."""
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     targets, logp_grad = targets.to(flat.device), cotangents.logps.to(flat.device).reshape(-1)
     entropy_grad = cotangents.entropies
     if entropy_grad is not None:
         entropy_grad = entropy_grad.to(flat.device).reshape(-1)
     wanted = logp_grad != 0 if entropy_grad is None else (logp_grad != 0) | (entropy_grad != 0)
-    grad = torch.zeros_like(flat)
+    grad, totals = torch.zeros_like(flat), [_Total(p) for p in parameters]
     for rows in _slices(wanted & (targets.reshape(-1) >= 0), num_rows):
         with torch.enable_grad():
             leaf = flat[rows].requires_grad_()
@@ -98,10 +139,31 @@ def backward_scores(
         if entropy_grad is not None:
             roots.append(entropies)
             root_grads.append(entropy_grad[rows].to(entropies.dtype))
-        torch.autograd.backward(roots, root_grads)
-        assert leaf.grad is not None
-        grad[rows] = leaf.grad
-    return grad.view(hidden.shape)
+        grad[rows], *parts = torch.autograd.grad(roots, [leaf, *parameters], root_grads)
+        for total, part in zip(totals, parts, strict=True):
+            total.add(part)
+    return grad.view(hidden.shape), [total.value() for total in totals]
+
+
+class _Total:
+    """A sum over slices, in fp32 as soon as there are two of them."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.sum: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        if self.sum is None:
+            self.sum = part
+        elif part.dtype == self.sum.dtype and part.dtype not in (torch.float32, torch.float64):
+            self.sum = self.sum.float().add_(part)
+        else:
+            self.sum = self.sum.add_(part)
+
+    def value(self) -> Tensor:
+        if self.sum is None:
+            return torch.zeros_like(self.parameter)
+        return self.sum.to(self.parameter.dtype)
 
 
 def _slices(wanted: Tensor, num_rows: int) -> Iterator[Tensor]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .lanes import Event
+
 
 @dataclass(eq=False)
 class Page:
@@ -23,6 +25,9 @@ class Page:
             the page constant.
         key_cotangent, value_cotangent: what readers have left so far, in fp32 (fp64 for fp64
             pages); None until the first reader.
+        written, cotangent_written: the copies to pinned memory that have to be done before key and
+            value, or the cotangents, can be read; None where the page was never on its way.
+        is_released: whether the store took the page back; its memory may hold another by now.
     """
 
     start: int
@@ -31,6 +36,9 @@ class Page:
     needs_cotangent: bool
     key_cotangent: Tensor | None = None
     value_cotangent: Tensor | None = None
+    written: Event | None = None
+    cotangent_written: Event | None = None
+    is_released: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -53,17 +61,24 @@ class Page:
     @property
     def nbytes(self) -> int:
         tensors = (self.key, self.value, self.key_cotangent, self.value_cotangent)
-        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def read(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key and value on `device` in `dtype`; the page itself where nothing has to change."""
+        """Key and value on `device` in `dtype`; the page itself where nothing has to change.
+
+        Blocks until the page is written. `PageStore.read` does not, and reads ahead.
+        """
+        if self.written is not None:
+            self.written.synchronize()
         return (
             self.key.to(device, dtype, non_blocking=True),
             self.value.to(device, dtype, non_blocking=True),
         )
 
     def cotangents(self) -> tuple[Tensor, Tensor]:
-        """What readers left, zeros where nobody read."""
+        """What readers left, zeros where nobody read. Blocks until the last has left it."""
+        if self.cotangent_written is not None:
+            self.cotangent_written.synchronize()
         if self.key_cotangent is None or self.value_cotangent is None:
             dtype = self.cotangent_dtype
             return torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(

@@ -1,4 +1,4 @@
-"""What can only be seen on a GPU: devices, pinned pages, allocator peaks."""
+"""What can only be seen on a GPU: devices and allocator peaks. Host pages: `test_host_pages.py`."""
 
 import pytest
 import torch
@@ -31,17 +31,6 @@ def test_gradient_on_the_gpu_is_the_definitions_on_the_cpu(family: str, page_dev
     found = engine_gradients(tiny_model(family).double().cuda(), on_gpu(groups), config)
     error, name = worst_error({n: g.cpu() for n, g in found.items()}, expected)
     assert error <= 1e-9, name
-
-
-def test_host_pages_are_pinned_and_leave_the_device() -> None:
-    """With pages on the host the device holds none of the state."""
-    model = tiny_model("llama").cuda()
-    engine = Engine(model, EngineConfig(chunk_size=64, page_device="host"))
-    (group,) = on_gpu(random_groups([(513, (4,))]))
-    before = torch.cuda.memory_allocated()
-    state = engine.capture(group.prompt_ids)
-    assert torch.cuda.memory_allocated() - before < 64 * 1024
-    assert all(page.key.is_pinned() for page in state.history(0))
 
 
 def test_allocator_peak_is_flat_in_the_group() -> None:

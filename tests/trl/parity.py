@@ -48,8 +48,8 @@ RewardFunction = Callable[..., list[float | None]]
 # ---------------------------------------------------------------- models
 
 
-def save_model(family: str, folder: Path, **changes: object) -> Path:
-    """Write a tiny random model of `family` with well-conditioned weights.
+def make_model(family: str, **changes: object) -> PreTrainedModel:
+    """A tiny random model of `family` with well-conditioned weights.
 
     Weights have variance 1 / fan-in. The sharper ones of `tests.models` suit fp64; in fp32 their
     rounding grows by 1e2 over five steps, to 1e-4 .. 1e-3 of a parameter's movement, and would hide
@@ -65,7 +65,12 @@ def save_model(family: str, folder: Path, **changes: object) -> Path:
             is_table = any(table in name for table in ("embed", "wte", "wpe"))
             fan_in = 1 if is_table and not is_tied else parameter.shape[-1]
             parameter.normal_(0.0, fan_in**-0.5, generator=generator)
-    model.save_pretrained(folder)
+    return model
+
+
+def save_model(family: str, folder: Path, **changes: object) -> Path:
+    """Write the model of `make_model` to `folder`."""
+    make_model(family, **changes).save_pretrained(folder)
     return folder
 
 
@@ -236,14 +241,15 @@ class Outcome:
 
 def make_trainer(setting: Setting, model_path: Path, out: Path, *, longstraw: bool) -> GRPOTrainer:
     """Either trainer, ready to train."""
-    torch.manual_seed(11)  # adapters are initialized before TRL sets its own seed
-    model = setting.wrap_model(load_model(model_path))
     options = {**BASE, **setting.config}
     trainer_class: type[GRPOTrainer] = GRPOTrainer
     args = GRPOConfig(str(out), **options)
     if longstraw:
         trainer_class = LongStrawGRPOTrainer
         args = LongStrawGRPOConfig(str(out), **options, **{**_SMALL, **setting.longstraw})
+    # After the config: under ZeRO-3 a model loaded then is sharded as it is loaded.
+    torch.manual_seed(11)  # adapters are initialized before TRL sets its own seed
+    model = setting.wrap_model(load_model(model_path))
     trainer = trainer_class(
         model=model,
         reward_funcs=list(setting.rewards),

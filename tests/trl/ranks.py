@@ -3,13 +3,18 @@
 Knows processes and their logs; knows nothing of what they do.
 """
 
+import contextlib
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 30
@@ -44,7 +49,7 @@ def run_ranks(
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *arguments],
-                    env=_environment(rank, world_size, port),
+                    env=_rank_environment(rank, world_size, port),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -84,15 +89,102 @@ def _report(what: str, ranks: Sequence[int], paths: Sequence[Path]) -> str:
     return "\n".join([f"{names} of {len(paths)} {what}", *tails])
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+# -------------------------------------------------------------------- accelerate launch
+
+
+def run_accelerate(
+    arguments: Sequence[str], world_size: int, config: Path, logs: Path, *, timeout: float
+) -> list[str]:
+    """As `run_ranks`, started by `accelerate launch --config_file config *arguments`.
+
+    Ranks are the launcher's children, and so is what ends them when one fails. A rank that still
+    runs when the time is up is told to write where it is (SIGUSR1; `faulthandler.register` in the
+    program makes that a traceback).
+
+    Args:
+        config: an accelerate configuration for `world_size` processes on this machine.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    launcher_log = logs / "launcher.log"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", str(_free_port()), "--log_dir", str(logs), "--tee", "3"]
+    environment = {**_environment(), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    with launcher_log.open("w") as log:
+        launcher = subprocess.Popen(
+            [*command, *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        code = launcher.wait(timeout)
+    except subprocess.TimeoutExpired:
+        running = _running_ranks(launcher.pid)
+        for process in running.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        paths = _gather_logs(logs, world_size)
+        what = "did not end in time"
+        if not running:
+            raise RanksError(f"the launcher {what}\n{launcher_log.read_text()}") from None
+        raise RanksError(_report(what, sorted(running), paths)) from None
+    finally:
+        for process in [*_running_ranks(launcher.pid).values(), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.wait()
+    paths = _gather_logs(logs, world_size)
+    if code != 0:
+        text = launcher_log.read_text()
+        first = re.search(r"Root Cause.*?rank\s*: (\d+)", text, re.DOTALL)
+        if first is None:
+            raise RanksError(f"the launcher failed\n{text}")
+        raise RanksError(_report("failed", [int(first[1])], paths))
+    return [path.read_text() for path in paths]
+
+
+def _running_ranks(launcher: int) -> dict[int, psutil.Process]:
+    """The launcher's children that are ranks, by number."""
+    ranks = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if "RANK" in process.environ():
+                    ranks[int(process.environ()["RANK"])] = process
+    return ranks
+
+
+def _gather_logs(logs: Path, world_size: int) -> list[Path]:
+    """`rank0.log`, ...: what each rank wrote, errors last."""
+    paths = []
+    for rank in range(world_size):
+        parts = [
+            path.read_text(errors="replace")
+            for stream in ("stdout", "stderr")
+            for path in logs.glob(f"*/attempt_0/{rank}/{stream}.log")
+        ]
+        paths.append(logs / f"rank{rank}.log")
+        paths[-1].write_text("\n".join(parts))
+    return paths
+
+
+# -------------------------------------------------------------------- environment
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,
+        **_environment(),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",

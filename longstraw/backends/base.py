@@ -1,0 +1,74 @@
+"""What the engine asks of whatever drives backwards and holds gradients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..distributed import Pass
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """The gradient that the optimizer is about to see.
+
+    Attributes:
+        is_finite: False if it holds NaN or infinity, and the step will therefore change nothing;
+            None where that is only known after the step.
+    """
+
+    is_finite: bool | None
+
+
+class Backend(ABC):
+    """Drives `backward` many times and finalizes once.
+
+    Attributes:
+        turns: passes that contain collectives, which all ranks must make together.
+        needs_anchor: whether every backward must reach every parameter, with zeros if need be.
+        counts_writes: whether only the optimizer writes to parameters, so that torch's write
+            counters tell stale state.
+        keeps_gradients: whether `.grad` holds what was accumulated, for others to read.
+    """
+
+    turns: frozenset[Pass] = frozenset()
+    needs_anchor: bool = False
+    counts_writes: bool = True
+    keeps_gradients: bool = True
+
+    def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027  (optional)
+        """Called before the first backward of each micro-batch."""
+
+    def begin_pass(self) -> None:  # noqa: B027  (optional)
+        """Called at the start of each pass that contains collectives, on every rank."""
+
+    @abstractmethod
+    def backward(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """Backpropagate `cotangents` from `roots` into parameters and pages."""
+
+    @abstractmethod
+    def finalize(self, parameters: Sequence[nn.Parameter]) -> Finalized:
+        """Turn what was accumulated into the mean over ranks, where the optimizer reads it.
+
+        Collective: every rank calls it, once per optimizer step.
+        """
+
+    @abstractmethod
+    def discard(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget what was accumulated since the last optimizer step."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward ran since the last optimizer step."""
+        return True
+
+    @contextmanager
+    def weights_gathered(self) -> Iterator[None]:
+        """Inside, the caller has brought all weights together: passes contain no collectives."""
+        yield
+
+    @abstractmethod
+    def describe(self, parameters: Sequence[nn.Parameter]) -> str:
+        """A few words for logs."""
