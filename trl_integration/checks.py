@@ -49,13 +49,9 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
             "or full precision.",
         ),
         (
-            args.deepspeed is not None,
-            "deepspeed is set: this release drives plain and data-parallel torch only. Leave "
-            "deepspeed out (accelerate launch with one or several processes works).",
-        ),
-        (
             bool(args.fsdp),
-            "fsdp is set: sharded parameters are not served. Use data parallelism.",
+            "fsdp is set: its sharded parameters are not served. Use DeepSpeed ZeRO-3, which "
+            "shards them too (ds_configs/accelerate/zero3.yaml).",
         ),
         (
             bool(args.torch_compile),
@@ -123,10 +119,16 @@ def check_prompts(prompt_ids: Sequence[Sequence[int]]) -> None:
             )
 
 
-def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, raising on a wrong number of rewards and on what is no finite number.
+def checked_reward(
+    function: Callable[..., Any], name: str, report: Callable[[Exception], None]
+) -> Callable[..., Any]:
+    """`function`, with errors for a wrong number of rewards and for what is no finite number.
 
     None stays what it is in TRL: this completion is not scored by this function.
+
+    Args:
+        report: given an error, also one that the function raises. The call then returns None for
+            every completion, and whoever gave `report` raises when it is safe to.
     """
 
     def check(rewards: Any, completions: Sequence[Any]) -> list[Any]:
@@ -145,19 +147,29 @@ def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any
                 )
         return values
 
+    def unscored(error: Exception, completions: Sequence[Any]) -> list[None]:
+        report(error)
+        return [None] * len(completions)
+
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (the method, not whether it is callable)
     ):
 
         @functools.wraps(function, updated=())
         async def checked_async(*args: Any, **kwargs: Any) -> Any:
-            return check(await function(*args, **kwargs), kwargs["completions"])
+            try:
+                return check(await function(*args, **kwargs), kwargs["completions"])
+            except Exception as error:
+                return unscored(error, kwargs["completions"])
 
         return checked_async
 
     @functools.wraps(function, updated=())
     def checked(*args: Any, **kwargs: Any) -> Any:
-        return check(function(*args, **kwargs), kwargs["completions"])
+        try:
+            return check(function(*args, **kwargs), kwargs["completions"])
+        except Exception as error:
+            return unscored(error, kwargs["completions"])
 
     return checked
 

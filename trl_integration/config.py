@@ -1,12 +1,23 @@
 """`LongStrawGRPOConfig`: TRL's `GRPOConfig` and the engine's options under `longstraw_`."""
 
+import os
 from dataclasses import dataclass, field
 
+import torch
 from trl import GRPOConfig
 
-from longstraw import ConfigError, EngineConfig
+from longstraw import (
+    ConfigError,
+    EngineConfig,
+    bound_collectives,
+    check_ranks,
+    connect_cpu_ranks,
+    launched_ranks,
+    prepare_deepspeed,
+)
 
 from .checks import check_config
+from .deepspeed_checks import check_deepspeed_config
 
 
 @dataclass
@@ -75,6 +86,15 @@ class LongStrawGRPOConfig(GRPOConfig):
             "backward and one copy of the gradients."
         },
     )
+    longstraw_accumulate: str = field(
+        default="auto",
+        metadata={
+            "help": "How DeepSpeed holds the gradients of an update: 'local' (on the parameters, "
+            "in fp32, reduced once per step; for adapters), 'partitioned' (no full-size gradient "
+            "on any rank; for full fine-tuning under ZeRO-2/3), 'auto' (by what is trainable).",
+            "choices": ["auto", "local", "partitioned"],
+        },
+    )
     longstraw_allow_extrapolation: bool = field(
         default=False,
         metadata={"help": "Run positions beyond the model's max_position_embeddings."},
@@ -84,9 +104,37 @@ class LongStrawGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        self._connect()
         super().__post_init__()
+        check_ranks(self.world_size)
+        if self.uses_deepspeed:
+            check_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
+            bound_collectives(self.ddp_timeout)
         check_config(self)
         self.to_engine_config()  # an invalid value raises here, not at the first step
+
+    def _connect(self) -> None:
+        """What has to come before TRL looks at devices and processes."""
+        on_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.uses_deepspeed:
+            if "RANK" not in os.environ:
+                raise ConfigError(
+                    "deepspeed is set, and this process was started without a launcher, so "
+                    "DeepSpeed cannot know its ranks. Start it with accelerate launch "
+                    "--config_file ds_configs/accelerate/zero2.yaml your_script.py (one process "
+                    "is enough: --num_processes 1), or leave deepspeed out."
+                )
+            prepare_deepspeed(on_cpu=on_cpu)
+        if on_cpu:
+            # Said by name: under DeepSpeed accelerate counts CPU processes only if told of them.
+            self.use_cpu = self.use_cpu or self.uses_deepspeed or launched_ranks() > 1
+            connect_cpu_ranks(self.ddp_timeout)
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed was asked for, here or by accelerate's configuration."""
+        from_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        return self.deepspeed is not None or from_launcher
 
     def to_engine_config(self, *, router_statistics: bool = False) -> EngineConfig:
         """The engine's view of these settings."""

@@ -34,8 +34,20 @@ _METHODS = {
     ),
     "_prepare_inputs": ("generation_batch",),
     "_tokenize_prompts": ("prompts",),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_get_grad_norm": ("model", "grad_norm"),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
     "prediction_step": ("model", "inputs", "prediction_loss_only"),
+    "create_model_card": (),
+    "_save_checkpoint": ("model", "trial"),
+    "_get_output_dir": ("trial",),
+    "_save": ("output_dir", "state_dict"),
+    "_save_rng_state": ("output_dir",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_run_epoch": (),
+    "_get_train_sampler": ("dataset",),
+    "_load_rng_state": ("checkpoint",),
 }
 # module function -> why it is needed
 _FUNCTIONS = ("shuffle_sequence_dict", "unwrap_model_for_generation")

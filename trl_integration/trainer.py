@@ -6,26 +6,35 @@ response once per row, the prompt is captured once and responses are scored and 
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from longstraw import ConfigError, Engine, GroupScores, generate, load_balancing_loss
+from longstraw import (
+    ConfigError,
+    DeepSpeedBackend,
+    Engine,
+    GroupScores,
+    generate,
+    load_balancing_loss,
+)
 
 from .checks import check_dataset, check_processing_class, check_prompts, checked_reward
 from .config import LongStrawGRPOConfig
+from .replayed_engine import ReplayedEngine
+from .resumable import ResumableGRPOTrainer
 from .rows import RowGroups, all_router_sums
 from .seams import check_seams, whole_groups
 
 logger = logging.getLogger(__name__)
 
 
-class LongStrawGRPOTrainer(GRPOTrainer):
+class LongStrawGRPOTrainer(ResumableGRPOTrainer):
     """`trl.GRPOTrainer` for prompts that do not fit it; the arguments are the same.
 
     Replaced, and nothing else:
@@ -36,7 +45,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
       log-probs and entropies drives one replay per response and one backward of the prompt;
     * generation by transformers (`_generate_single_turn`) decodes from the captured prompt; vLLM
       and `rollout_func` work as in TRL;
-    * the shuffle before micro-batches moves whole groups.
+    * the shuffle before micro-batches moves whole groups;
+    * checkpoints are complete or not there, and a resumed run is the uninterrupted one
+      (`ResumableGRPOTrainer`).
 
     Attributes:
         engine: runs the policy; `engine.ledger` says where time and memory went.
@@ -74,22 +85,25 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             **kwargs,
         )
         self._options = args
+        _without_reentrant_checkpointing(args)
         self._check_model_options()
+        self._reward_errors: list[Exception] = []
         self.reward_funcs = [
-            f if isinstance(f, nn.Module) else checked_reward(f, name)
+            f if isinstance(f, nn.Module) else checked_reward(f, name, self._report_reward_error)
             for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self.engine = self._make_engine(self.model)
         if args.gradient_checkpointing:  # switched on in the model when training starts
             self.engine.decoder.refuse_checkpointing()
-        self._ref_engine = None if self.ref_model is None else self._make_engine(self.ref_model)
+        self._ref_engine = self._make_ref_engine()
         self._policy_adapters = self.engine.policy_version.adapters
         self._scores: list[GroupScores] | None = None
         self._rows: RowGroups | None = None
+        self._has_finite_gradient = True
         self._shares_rollout = self._can_share_rollout()
-        # Printed, not logged: a plain script sets up no logging and would not show it.
-        self.accelerator.print(f"LongStraw: {self.engine.describe()}.")
-        self.add_callback(_WeightsChanged(self.engine))
+        if not self.is_deepspeed_enabled:  # else when there is an engine to describe
+            self._say_how_the_engine_runs()
+        self.add_callback(_AfterStep(self))
 
     @property
     def _group_size(self) -> int:
@@ -100,14 +114,41 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     def _make_engine(self, model: Any) -> Engine:
         config = self._options.to_engine_config(router_statistics=self.aux_loss_enabled)
         unwrapped: Any = self.accelerator.unwrap_model(model)
-        return Engine(unwrapped, config, autocast=lambda: self.accelerator.autocast())
+        return Engine(
+            unwrapped,
+            config,
+            autocast=lambda: self.accelerator.autocast(),
+            device=self.accelerator.device,  # where DeepSpeed will move it
+            timeout_seconds=self.args.ddp_timeout,
+        )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            backend = DeepSpeedBackend(self.model_wrapped, self._options.longstraw_accumulate)
+            self.engine.drive_with(backend)
+            cast(Any, self.accelerator).deepspeed_engine_wrapped = ReplayedEngine(backend)
+            self._say_how_the_engine_runs()
+        return prepared
+
+    def _say_how_the_engine_runs(self) -> None:
+        # Printed, not logged: a plain script sets up no logging and would not show it.
+        self.accelerator.print(f"LongStraw: {self.engine.describe()}.")
+
+    def _make_ref_engine(self) -> Engine | None:
+        if self.ref_model is None:
+            return None
+        engine = self._make_engine(self.ref_model)
+        if self.is_deepspeed_enabled:
+            engine.drive_with(DeepSpeedBackend(self.ref_model))
+        return engine
 
     def _check_model_options(self) -> None:
         check_processing_class(self.processing_class)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if self.is_fsdp_enabled:
             raise ConfigError(
-                "accelerate was launched with DeepSpeed or FSDP: this release drives plain and "
-                "data-parallel torch only. Launch with a configuration without them."
+                "accelerate was launched with FSDP, whose sharded parameters are not served. Use "
+                "DeepSpeed ZeRO-3, which shards them too (ds_configs/accelerate/zero3.yaml)."
             )
         for config in getattr(self.model, "peft_config", {}).values():
             if getattr(config, "is_prompt_learning", False):
@@ -147,10 +188,25 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
-        check_prompts(prompt_ids)
-        longest = max(len(ids) for ids in prompt_ids)
-        self.engine.decoder.check_positions(longest + (self.max_completion_length or 0))
+        with self.engine.lockstep.together("tokenizing prompts"):  # all ranks raise, or none
+            check_prompts(prompt_ids)
+            longest = max(len(ids) for ids in prompt_ids)
+            self.engine.decoder.check_positions(longest + (self.max_completion_length or 0))
         return prompt_ids, *rest
+
+    def _report_reward_error(self, error: Exception) -> None:
+        if self.engine.lockstep.world_size == 1:
+            raise error
+        self._reward_errors.append(error)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.engine.watch.at("reward functions")
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        # Collected, not raised: the other ranks wait in the gather that ends the call above.
+        error = self._reward_errors[0] if self._reward_errors else None
+        self._reward_errors.clear()
+        self.engine.lockstep.agree(error, "the reward functions")
+        return rewards
 
     def _generate_single_turn(
         self,
@@ -166,11 +222,14 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
             )
         completions = []
-        with unwrap_model_for_generation(
-            cast(Any, self.model_wrapped),
-            self.accelerator,
-            generation_kwargs=self.generation_kwargs,
-            gradient_checkpointing_kwargs=cast(Any, self.args.gradient_checkpointing_kwargs),
+        with (
+            unwrap_model_for_generation(
+                cast(Any, self.model_wrapped),
+                self.accelerator,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=cast(Any, self.args.gradient_checkpointing_kwargs),
+            ),
+            self.engine.weights_gathered(),
         ):
             for ids, num_members in _runs(prompt_ids):
                 prompt = torch.tensor(ids, device=self.accelerator.device)
@@ -223,10 +282,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         assert engine is not None
         is_policy = engine.policy_version.adapters == self._policy_adapters and not is_ref
         scores = []
-        for group in rows.groups:
-            scores.append(engine.score(group))
-            if not is_policy:
-                engine.release(group.prompt_ids)
+        with engine.lockstep.together("scoring"):
+            for group in rows.groups:
+                scores.append(engine.score(group))
+                if not is_policy:
+                    engine.release(group.prompt_ids)
         return scores
 
     # ---------------------------------------------------------------- loss and backward
@@ -280,15 +340,37 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         return RowGroups.from_batch(input_ids, mask, width, complete=complete)
 
     def _finish_update(self) -> None:
-        gap = self.engine.finalize()
-        if gap:
-            self._log_engine("gradient_gap", gap["relative"])
-            self._log_engine("gradient_cosine", gap["cosine"])
+        report = self.engine.finalize()
+        self._has_finite_gradient = report.is_finite is not False
+        if report.gap:
+            self._log_engine("gradient_gap", report.gap["relative"])
+            self._log_engine("gradient_cosine", report.gap["cosine"])
         ledger = self.engine.ledger
         self._log_engine("state_bytes", ledger.state_bytes)
         self._log_engine("captures", ledger.num_captures)
         for phase, seconds in ledger.take_seconds().items():
             self._log_engine(f"seconds/{phase}", seconds)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm if self._has_finite_gradient else math.nan
+
+    def after_step(self) -> None:
+        """After each optimizer step: captured state is stale; a step that was none is told."""
+        is_skipped = not self._has_finite_gradient or self.accelerator.optimizer_step_was_skipped
+        self._log_engine("skipped_steps", is_skipped)
+        if is_skipped:
+            self.accelerator.print(
+                f"LongStraw: step {self.state.global_step + 1} changed no weight, because its "
+                "gradient is not finite. Look at the rewards and the learning rate if this repeats."
+            )
+        self.engine.weights_changed()
+        self.engine.watch.step = f"step {self.state.global_step + 2}"
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; an error that another rank's end has caused names that rank."""
+        with self.engine.watch.guarding():
+            return super().train(*args, **kwargs)
 
     def _log_engine(self, name: str, value: float) -> None:
         self._metrics["train"][f"longstraw/{name}"].append(float(value))
@@ -300,14 +382,14 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self.engine.release()  # nothing is replayed after an evaluation
 
 
-class _WeightsChanged(TrainerCallback):
-    """Tells the engine when captured prompts have become stale."""
+class _AfterStep(TrainerCallback):
+    """Tells the trainer of each optimizer step."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, trainer: LongStrawGRPOTrainer) -> None:
+        self.trainer = trainer
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.engine.weights_changed()
+        self.trainer.after_step()
 
 
 def _own_config(args: Any, model: Any) -> LongStrawGRPOConfig:
@@ -320,6 +402,15 @@ def _own_config(args: Any, model: Any) -> LongStrawGRPOConfig:
             "which has the same fields and more. Change the name of the config as well."
         )
     return args
+
+
+def _without_reentrant_checkpointing(args: LongStrawGRPOConfig) -> None:
+    """Undo what TRL sets for adapters under ZeRO-3 (the config has refused the user's own).
+
+    It was for DeepSpeed before 0.19.8, and drops the cache that holds the prompt.
+    """
+    if isinstance(args.gradient_checkpointing_kwargs, dict):
+        args.gradient_checkpointing_kwargs["use_reentrant"] = False
 
 
 def _runs(rows: Sequence[list[int]]) -> list[tuple[list[int], int]]:

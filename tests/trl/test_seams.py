@@ -41,6 +41,9 @@ def test_the_installed_trl_has_every_seam() -> None:
         "_tokenize_prompts",
         "_generate_single_turn",
         "prediction_step",
+        "_save_checkpoint",
+        "_get_output_dir",
+        "_load_rng_state",
     ],
 )
 def test_a_missing_method_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:

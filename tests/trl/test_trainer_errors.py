@@ -246,8 +246,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("use_reentrant", "False"),
     ),
     "an optimizer that steps in backward": ({"optim": "adalomo"}, ("adalomo", "adamw_torch")),
-    "fsdp": ({"fsdp": "full_shard"}, ("fsdp", "data parallelism")),
-    "deepspeed": (
+    "fsdp": ({"fsdp": "full_shard"}, ("fsdp", "zero3.yaml")),
+    "deepspeed without a launcher": (
         {"deepspeed": {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}},
         ("deepspeed", "accelerate launch"),
     ),

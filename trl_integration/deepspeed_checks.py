@@ -1,0 +1,301 @@
+"""Which settings of a DeepSpeed config cannot be honoured, and the line to write instead.
+
+Works on the config as a dict, before processes are connected and the model is loaded; knows nothing
+of DeepSpeed itself.
+"""
+
+import difflib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from longstraw import ConfigError
+
+if TYPE_CHECKING:
+    from .config import LongStrawGRPOConfig
+
+Config = Mapping[str, Any]
+
+KNOWN_KEYS = frozenset(
+    """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+    disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    graph_harvesting hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
+    optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+    """.split()
+)
+"""What DeepSpeed 0.19.8 reads at the top level; it ignores everything else without a sign."""
+
+
+class Refused(NamedTuple):
+    """A setting that would make the gradient wrong, or with which nothing was run."""
+
+    path: str
+    """Dotted, as the keys are nested in the JSON."""
+    is_refused: Callable[[Any], bool]
+    reason: str
+    change: str
+
+
+def _is_set(value: Any) -> bool:
+    return value not in (None, False, "auto", "none", {}, [])
+
+
+def _is_enabled(section: Any) -> bool:
+    """Of a section that is off unless it says otherwise."""
+    return isinstance(section, Mapping) and section.get("enabled", False) is True
+
+
+def _is_several(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 1
+
+
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
+_SPLITS_TOKENS = "every process holds whole prompts, and all of them are data-parallel"
+_CHANGES_INPUTS = "it changes which tokens or layers a forward sees, so a replay would differ"
+_WRITES_LATER = "it writes on after a save has returned, and checkpoints get their name when whole"
+_NOT_RUN = "LongStraw has not been run with it"
+_BELOW = "it acts on forwards through DeepSpeed's engine, and the passes over a prompt run below it"
+_ZERO = "zero_optimization."
+
+REFUSED = (
+    Refused(
+        "fp16",
+        _is_enabled,
+        "its loss scale is for one backward, and an update has many",
+        'Write "fp16": {"enabled": false} and "bf16": {"enabled": "auto"}.',
+    ),
+    Refused(
+        "managed_gradient_accumulation",
+        _is_false,
+        "the engine says itself where an accumulation ends",
+        "Remove the key.",
+    ),
+    Refused(
+        "bf16.check_grad_overflow",
+        _is_false,
+        "a gradient that is not finite would be written into the weights",
+        'Write "check_grad_overflow": true, or remove the key.',
+    ),
+    Refused(
+        "bf16.bf16_master_weights_and_grads",
+        _is_set,
+        "gradients of many replays add up, and bf16 loses what is 256 times smaller than the sum",
+        "Remove the key.",
+    ),
+    Refused(
+        "gradient_allreduce_op",
+        lambda value: value == "sum",
+        "the loss is scaled for a mean over processes",
+        'Write "gradient_allreduce_op": "mean", or remove the key.',
+    ),
+    Refused(
+        "communication_data_type",
+        lambda value: value in ("fp16", "float16", "half"),
+        "sums of gradients overflow in fp16",
+        'Write "communication_data_type": "fp32".',
+    ),
+    Refused("amp", _is_set, "DeepSpeed has removed it", 'Write "bf16": {"enabled": "auto"}.'),
+    Refused("torch_autocast", _is_enabled, _BELOW, 'Write "bf16": {"enabled": "auto"} instead.'),
+    Refused("hybrid_engine", _is_enabled, _BELOW, "Remove the section."),
+    Refused(
+        "compile.deepcompile", _is_set, f"{_BELOW}, each chunk on another history", "Remove it."
+    ),
+    Refused("tensor_parallel.autotp_size", _is_several, _SPLITS_TOKENS, "Remove the section."),
+    Refused("sequence_parallel_size", _is_several, _SPLITS_TOKENS, "Remove the key."),
+    Refused("pipeline", _is_set, _SPLITS_TOKENS, "Remove the section."),
+    Refused("expert_parallel", _is_enabled, _SPLITS_TOKENS, "Remove the section."),
+    Refused("curriculum_learning", _is_set, _CHANGES_INPUTS, "Remove the section."),
+    Refused("data_efficiency", _is_enabled, _CHANGES_INPUTS, "Remove the section."),
+    Refused("progressive_layer_drop", _is_set, _CHANGES_INPUTS, "Remove the section."),
+    Refused(
+        "optimizer.type",
+        lambda value: str(value).lower() in ("onebitadam", "zerooneadam", "onebitlamb"),
+        "it sends compressed gradients, so the update is another one",
+        'Remove "optimizer": `optim` and `learning_rate` of the trainer decide.',
+    ),
+    Refused(
+        _ZERO + "zero_quantized_weights",
+        _is_set,
+        "weights would differ between the capture and the replay by their quantization",
+        "Remove the key.",
+    ),
+    Refused(_ZERO + "zero_quantized_nontrainable_weights", _is_set, _NOT_RUN, "Remove the key."),
+    Refused(
+        _ZERO + "zero_quantized_gradients",
+        _is_set,
+        "the gradient would be an approximation",
+        "Remove the key.",
+    ),
+    Refused(
+        _ZERO + "zero_hpz_partition_size", _is_several, _NOT_RUN, "Remove the key, or write 1."
+    ),
+    Refused(_ZERO + "mics_shard_size", _is_set, "DeepSpeed has removed it", "Remove the key."),
+    Refused(
+        _ZERO + "mics_hierarchical_params_gather",
+        _is_set,
+        "DeepSpeed has removed it",
+        "Remove the key.",
+    ),
+    Refused(
+        _ZERO + "zenflow",
+        _is_set,
+        "it applies parts of the gradient at a later step",
+        "Remove the section.",
+    ),
+    Refused(
+        _ZERO + "offload_optimizer.device",
+        lambda value: value == "nvme",
+        _NOT_RUN,
+        'Write "device": "cpu".',
+    ),
+    Refused(
+        _ZERO + "offload_param.device",
+        lambda value: value == "nvme",
+        _NOT_RUN,
+        'Write "device": "cpu".',
+    ),
+    Refused("nebula", _is_enabled, _WRITES_LATER, "Remove the section."),
+    Refused("datastates_ckpt", _is_set, _WRITES_LATER, "Remove the section."),
+    Refused("checkpoint.writer.decoupled", _is_set, _WRITES_LATER, 'Write "decoupled": false.'),
+    Refused(_ZERO + "offload_optimizer.super_offload", _is_set, _NOT_RUN, "Remove the key."),
+)
+
+
+def check_deepspeed_config(config: Config, args: "LongStrawGRPOConfig") -> None:
+    """Refuse settings with which the update would not be the one that `args` describe.
+
+    Args:
+        config: the DeepSpeed config, with or without its "auto" values filled in.
+        args: the trainer's settings that go with it.
+
+    Raises:
+        ConfigError: names the key, what was found, and the line to write.
+    """
+    _check_names(config)
+    stage = _read(config, _ZERO + "stage")
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"{_found(_ZERO + 'stage', stage)}: transformers and DeepSpeed would assume different "
+            'ones. Write "zero_optimization": {"stage": 2} (or 0, 1, 3; ds_configs/README.md says '
+            "when)."
+        )
+    for refused in REFUSED:
+        value = _read(config, refused.path)
+        if value is not None and refused.is_refused(value):
+            raise ConfigError(f"{_found(refused.path, value)}: {refused.reason}. {refused.change}")
+    _check_against_args(config, args)
+    _check_precision(config, args, stage)
+    if stage == 3:
+        _check_stage_3(config, args)
+    if _is_set(config.get("activation_checkpointing")):
+        warnings.warn(
+            '"activation_checkpointing" in the DeepSpeed config has no effect on models of '
+            "transformers. Remove it; gradient_checkpointing=True is the trainer's own.",
+            stacklevel=2,
+        )
+
+
+def _check_names(config: Config) -> None:
+    for key in config.keys() - KNOWN_KEYS:
+        close = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.8)
+        if close:
+            raise ConfigError(
+                f'"{key}" in the DeepSpeed config is a key that DeepSpeed does not know and would '
+                f'ignore. Did you mean "{close[0]}"?'
+            )
+        warnings.warn(
+            f'"{key}" in the DeepSpeed config is ignored: DeepSpeed knows no such key.',
+            stacklevel=3,
+        )
+
+
+def _check_against_args(config: Config, args: "LongStrawGRPOConfig") -> None:
+    """Numbers that both sides have: DeepSpeed would silently take its own, or its default."""
+    pairs = (
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", None),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", 1),
+        ("gradient_clipping", "max_grad_norm", 0.0),
+    )
+    for key, name, default in pairs:
+        ours = getattr(args, name)
+        value = config.get(key, default)
+        if value in (None, "auto") or value == (ours or 0):
+            continue
+        assumed = "" if key in config else f"; DeepSpeed would take {default}"
+        raise ConfigError(
+            f"{_found(key, config.get(key))}, and {name}={ours}{assumed}. "
+            f'Write "{key}": "auto": the trainer fills it in.'
+        )
+
+
+def _check_precision(config: Config, args: "LongStrawGRPOConfig", stage: int) -> None:
+    found = _read(config, "bf16.enabled")
+    if found is None:
+        found = _read(config, "bfloat16.enabled")
+    is_bf16 = bool(args.bf16) if found in (None, "auto") else bool(found)
+    if is_bf16 != bool(args.bf16):
+        raise ConfigError(
+            f"{_found('bf16.enabled', found)}, and bf16={args.bf16}. Write "
+            '"bf16": {"enabled": "auto"}, and leave mixed_precision out of accelerate\'s '
+            "configuration: bf16 of the trainer decides."
+        )
+    if is_bf16 and args.cast_lm_head_to_fp32:
+        raise ConfigError(
+            "cast_lm_head_to_fp32=True with bf16 under DeepSpeed, which casts the head back to "
+            "bf16 with all other weights. Leave it out, or train with bf16=False."
+        )
+    accumulates_in = _read(config, "data_types.grad_accum_dtype")
+    if stage == 0 and is_bf16 and accumulates_in in ("fp32", "float32", "float"):
+        raise ConfigError(
+            f"{_found('data_types.grad_accum_dtype', accumulates_in)} with ZeRO stage 0 and bf16, "
+            "which DeepSpeed cannot do. Remove the key: at this stage gradients accumulate in fp32 "
+            "without it."
+        )
+
+
+def _check_stage_3(config: Config, args: "LongStrawGRPOConfig") -> None:
+    if not args.ds3_gather_for_generation and not args.use_vllm:
+        raise ConfigError(
+            "ds3_gather_for_generation=False under ZeRO-3: responses are decoded from captured "
+            "prompts with whole weights. Leave it true, or generate with vLLM (use_vllm=True) if "
+            "the whole weights do not fit a device."
+        )
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if _read(config, _ZERO + key) in (None, False):
+        warnings.warn(
+            f'"{key}" is not true in the DeepSpeed config: what save_model writes holds no weights '
+            f'that can be loaded. Write "zero_optimization": {{"{key}": true}}, or convert a '
+            "checkpoint with the zero_to_fp32.py that lies in it.",
+            stacklevel=3,
+        )
+
+
+def _read(config: Config, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _found(path: str, value: Any) -> str:
+    """The key as it is nested in the JSON, and what stands there."""
+    *parents, key = path.split(".")
+    inside = f' of "{parents[0]}"' if parents else ""
+    for parent in parents[1:]:
+        inside = f' of "{parent}"{inside}'
+    what = "is missing" if value is None else f"is {json.dumps(value, default=str)}"
+    return f'"{key}"{inside} {what} in the DeepSpeed config'
