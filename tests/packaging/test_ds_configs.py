@@ -1,17 +1,140 @@
-"""The launch configurations are what accelerate understands, and the table lists each of them."""
+"""The launch configurations are read, agree with the trainer and with each other, and start.
 
+One of them is launched as a user launches it, with two processes on this machine's CPUs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 
-FOLDER = Path(__file__).parents[2] / "ds_configs"
-FILES = sorted(FOLDER.rglob("*.yaml"))
+from tests.trl.parity import TWO_LAYERS, prompts_dataset, save_model, word_tokenizer
+from tests.trl.test_deepspeed_checks import arguments
+from trl_integration.deepspeed_checks import check_deepspeed_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "ds_configs"
+YAMLS = sorted(FOLDER.rglob("*.yaml"))
+JSONS = sorted(FOLDER.rglob("*.json"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_accelerate_reads_it_and_the_table_names_it(file: Path) -> None:
+def relative(file: Path) -> str:
+    return str(file.relative_to(FOLDER))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The config; a key that stands twice is an error here, as it is in DeepSpeed."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        assert len(set(keys)) == len(keys), f"{file.name}: a key stands twice among {keys}"
+        return dict(pairs)
+
+    return json.loads(file.read_text(), object_pairs_hook=unique)
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=relative)
+def test_accelerate_reads_it(file: Path) -> None:
     """accelerate raises on unknown keys, so a typo fails here and not at a launch."""
     config = load_config_from_file(str(file))
     assert config.num_machines == 1
-    assert f"`{file.relative_to(FOLDER)}`" in (FOLDER / "README.md").read_text()
+    if config.distributed_type == DistributedType.DEEPSPEED:
+        # Relative to where the launcher is started, which is the repository.
+        named = ROOT / config.deepspeed_config["deepspeed_config_file"]
+        assert named in JSONS and named.stem == file.stem
+
+
+@pytest.mark.parametrize("file", JSONS, ids=relative)
+def test_the_trainer_takes_it_without_a_word(file: Path) -> None:
+    """With any batch, accumulation, clipping and learning rate: those are the trainer's."""
+    config = read_json(file)
+    args = arguments(per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    args.max_grad_norm, args.bf16 = 0.3, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_deepspeed_config(config, args)
+    stage = config["zero_optimization"]["stage"]
+    assert file.stem.startswith(f"zero{stage}")
+    assert ("offload_optimizer" in config["zero_optimization"]) == file.stem.endswith("_offload")
+
+
+def test_each_json_is_launched_by_a_yaml_of_its_name() -> None:
+    launched = {file.stem for file in YAMLS} - {"single_process", "data_parallel"}
+    assert launched == {file.stem for file in JSONS}
+
+
+def test_the_readmes_name_every_file_and_no_other() -> None:
+    """Paths in the folder's README are relative to it, those in the main one to the repository."""
+    text = (FOLDER / "README.md").read_text()
+    named = set(re.findall(r"`((?:accelerate/)?\w+\.(?:json|yaml))`", text))
+    assert named == {relative(file) for file in [*YAMLS, *JSONS]}
+    main = (ROOT / "README.md").read_text()
+    for path in re.findall(r"ds_configs/[\w/]+\.(?:json|yaml)", text + main):
+        assert (ROOT / path).is_file(), path
+
+
+def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
+    """The configuration for GPUs, on CPU: one group of two, one step per update, no compiler.
+
+    An update is two micro-batches. DeepSpeed names its checkpoint after the steps that it made, and
+    every rank of its group writes one partition of the optimizer. A C++ extension, if one were
+    built, would take a minute and would be left in TORCH_EXTENSIONS_DIR.
+    """
+    save_model("llama", tmp_path / "model", **TWO_LAYERS)
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    prompts_dataset().save_to_disk(tmp_path / "data")
+    (tmp_path / "launched_rewards.py").write_text(
+        "def distinct(completion_ids, **_):\n"
+        "    return [float(len(set(ids))) for ids in completion_ids]\n"
+    )
+    extensions = tmp_path / "extensions"
+    extensions.mkdir()
+    options = {
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data",
+        "reward_funcs": "launched_rewards.distinct",
+        "output_dir": tmp_path / "out",
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+        + ["--config_file", "ds_configs/accelerate/zero2.yaml", "examples/train_grpo.py"]
+        + [str(word) for name, value in options.items() for word in (f"--{name}", value)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+            "TORCH_EXTENSIONS_DIR": str(extensions),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("DeepSpeed ZeRO-2: gradients of") == 1, "one process is the main one"
+    assert done.stdout.count("'grad_norm'") == 2
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert (checkpoint / "latest").read_text() == "global_step2"
+    partitions = [file.name for file in (checkpoint / "global_step2").glob("*_optim_states.pt")]
+    assert sorted(partitions) == [
+        f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
+    ]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert list(extensions.iterdir()) == []
