@@ -261,10 +261,14 @@ class SegmentPasses:
     def _router_roots(
         self, state: SegmentState, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        if loss.router_probs is None:
+        cotangent = loss.router_probs
+        if cotangent is None and not (
+            # Ranks must leave the decoder by the same outputs: ZeRO-3 counts them.
+            self.backend.needs_anchor and self.config.router_statistics
+        ):
             return
         probs = self._router_sums(state, chunk, output).probs
-        yield probs, loss.router_probs.to(probs.dtype)
+        yield probs, torch.zeros_like(probs) if cotangent is None else cotangent.to(probs.dtype)
 
     def _state_roots(
         self, state: SegmentState, chunk: Chunk, cache: ChunkCache

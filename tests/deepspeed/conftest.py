@@ -1,0 +1,78 @@
+"""Fixtures of the tests under DeepSpeed."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.compare import is_stopped, reference_of
+from tests.deepspeed.jobs import LAUNCHES
+from tests.deepspeed.launch import Records, run_launch
+from tests.trl.parity import ModelPath, Outcome, save_model, train
+
+# See `tests/trl/conftest.py`.
+gc.freeze()
+
+# Launches take 10 to 35 s on two idle cores. A test that hangs is reported with the rank that does.
+TIMEOUT = 300
+
+Launched = Callable[[str], Records]
+Truth = Callable[[str, str], Outcome]
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
+    """`model_path(family, **changes)`: a folder with that tiny model, written once."""
+    written: dict[str, Path] = {}
+
+    def path(family: str = "llama", **changes: Any) -> Path:
+        key = f"{family}-{sorted(changes.items())}"
+        if key not in written:
+            written[key] = save_model(family, tmp_path_factory.mktemp(family), **changes)
+        return written[key]
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def launched(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """`launched(name)`: what the ranks of that launch left. Run when first asked for, once."""
+    results: dict[str, Records | AssertionError] = {}
+
+    def records(name: str) -> Records:
+        if name not in results:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "_").replace(",", ""))
+            try:
+                results[name] = run_launch(name, model_path, folder, timeout=TIMEOUT)
+            except AssertionError as error:
+                results[name] = error
+        result = results[name]
+        if isinstance(result, AssertionError):
+            raise result  # also for those who ask later, instead of hanging again
+        return result
+
+    return records
+
+
+@pytest.fixture(scope="session")
+def truth(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """`truth(launch, job)`: the one-process run that a job is compared with.
+
+    Stock TRL; LongStraw without DeepSpeed where the gradient is the stopped one. The same for all
+    stages, so the name of a job without its stage is the key.
+    """
+    found: dict[str, Outcome] = {}
+
+    def run(launch: str, name: str) -> Outcome:
+        job = LAUNCHES[launch][name]
+        key = f"{launch.rstrip('0123')}: {name.removeprefix(f'ZeRO-{job.stage}, ')}"
+        if key not in found:
+            setting = reference_of(job)
+            path = model_path(setting.family, **setting.variant)
+            out = tmp_path_factory.mktemp("truth")
+            found[key] = train(setting, path, out, longstraw=is_stopped(job))
+        return found[key]
+
+    return run
