@@ -82,7 +82,7 @@ LossFunction = Callable[[list[GroupScores]], Tensor]
 
 
 class Engine:
-    """Runs updates of one model.
+    """Runs updates of one model. Making one is collective where a process group exists.
 
     Args:
         model: a causal LM of a served family, or a PEFT model around one.
@@ -128,20 +128,24 @@ class Engine:
         home = torch.device("cpu") if on_host else self.decoder.device
         self.store = PageStore(home, self.config.page_size, self.config.state_budget_bytes)
         self.prompts = CapturedPrompts(self.store)
-        self.watch = RankWatch()
-        self.ledger = Ledger(self.decoder.device, self.config.progress, self.watch.at)
-        self.lockstep = LockStep(timeout_seconds=timeout_seconds, watch=self.watch)
         self.backend = backend or TorchBackend()
-        self._passes = SegmentPasses(self.decoder, self.store, self.backend, self.config)
-        self.drive_with(self.backend)
+        self._timeout_seconds = timeout_seconds
+        self._meet_ranks()
+        self.ledger = Ledger(
+            self.decoder.device, self.config.progress, lambda at: self.watch.at(at)
+        )
+        self._passes = SegmentPasses(
+            self.decoder, self.store, self.backend, self.lockstep, self.config
+        )
         self._gap = GradientGap()
         self._step = 0
+        self.drive_with(self.backend)
 
     def drive_with(self, backend: Backend) -> None:
-        """Let `backend` drive backwards from now on.
+        """Let `backend` drive backwards from now on. Collective.
 
         Raises:
-            ConfigError: an option asks for what this backend does not have.
+            ConfigError: an option, or the model, asks for what this backend does not have.
         """
         if self.config.log_gradient_gap and not backend.keeps_gradients:
             raise ConfigError(
@@ -149,8 +153,20 @@ class Engine:
                 "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
                 "LoRA under stage 2."
             )
+        if Pass.SCORE in backend.turns and any(self.decoder.head.children()):
+            raise ConfigError(
+                f"the head is a {type(self.decoder.head).__name__} of several modules, whose "
+                "weights ZeRO-3 would bring together for each slice of rows, and ranks have "
+                "different numbers of slices. Leave the head out of target_modules, or use ZeRO-2."
+            )
+        if self.lockstep.world_size != RankWatch().world_size:
+            self._meet_ranks()  # the process group is younger than this engine
         self.backend = backend
         self._passes.drive_with(backend, self.lockstep)
+
+    def _meet_ranks(self) -> None:
+        self.watch = RankWatch()
+        self.lockstep = LockStep(timeout_seconds=self._timeout_seconds, watch=self.watch)
 
     def describe(self) -> str:
         """One line on how this engine runs, for logs."""
@@ -170,10 +186,11 @@ class Engine:
     # ---------------------------------------------------------------- the update
 
     def accumulate(self, groups: Sequence[PromptGroup], loss_of: LossFunction) -> UpdateReport:
-        """Add the gradient of `loss_of` over these groups to the parameters' `.grad`.
+        """Add the gradient of `loss_of` over these groups to what the backend accumulates.
 
         The loss may couple members and groups in any way. It is called once, with graph-free
-        values that require grad; nothing of the model's graph exists meanwhile.
+        values that require grad; nothing of the model's graph exists meanwhile. Collective: with
+        several ranks all call this, the same number of times.
 
         Args:
             groups: prompts and responses. A prompt may come in several calls; its own backward
@@ -181,7 +198,10 @@ class Engine:
             loss_of: list of `GroupScores`, one per group in order -> scalar.
 
         Raises:
-            MemoryPlanError: the state would exceed the budget; nothing was accumulated.
+            MemoryPlanError: the state would exceed the budget.
+            RanksAbortedError, RankLostError: another rank failed, or is gone.
+
+        After an error nothing is left of what was accumulated since the last optimizer step.
         """
         parameters = self.decoder.trainable_parameters()
         with self.decoder.attached(), self._all_or_nothing():
@@ -189,7 +209,7 @@ class Engine:
             with self.lockstep.together("capture and scoring"):
                 states = self._capture_all(groups, for_backward=True)
                 scores = [self._score(s, g) for s, g in zip(states, groups, strict=True)]
-            with self.lockstep.together("the loss"):
+            with self.lockstep.together("the loss", has_collectives=True):
                 loss, losses = self._differentiate(loss_of, scores)
             with self.lockstep.together("replay"):
                 replayed = 0
@@ -231,6 +251,7 @@ class Engine:
             yield
         except BaseException:
             self.backend.discard(self.decoder.trainable_parameters())
+            self._gap.forget()
             for state in self.prompts.states():
                 self.prompts.drop(state)
             raise
@@ -291,7 +312,8 @@ class Engine:
     @property
     def policy_version(self) -> PolicyVersion:
         """What a state captured now would be labelled with."""
-        return self.decoder.policy_version(self._step, count_writes=self.backend.counts_writes)
+        writes = self.backend.count_writes(self.decoder.trainable_parameters())
+        return self.decoder.policy_version(self._step, writes)
 
     def _capture_all(
         self, groups: Sequence[PromptGroup], *, for_backward: bool
@@ -324,7 +346,7 @@ class Engine:
     # ---------------------------------------------------------------- 2. score
 
     def score(self, group: PromptGroup) -> GroupScores:
-        """Log-probs and entropies of a group's responses, without a graph."""
+        """Log-probs and entropies of a group's responses, without a graph. Collective."""
         with self.decoder.attached(), self.lockstep.together("scoring"):
             (state,) = self._capture_all([group], for_backward=False)
             return self._score(state, group)
@@ -339,8 +361,10 @@ class Engine:
             child = self._passes.new_state(
                 segment, state.policy_version, state, needs_cotangent=False
             )
-            with self.ledger.phase("score", segment.token_ids.numel()) as bar:
-                scores = self._passes.score(child, targets, bar)
+            with ExitStack() as undo:
+                undo.callback(child.free)
+                with self.ledger.phase("score", segment.token_ids.numel()) as bar:
+                    scores = self._passes.score(child, targets, bar)
             columns = min(width, segment.num_tokens)
             logps[batch, :columns] = scores.logps[:, :columns]
             entropies[batch, :columns] = scores.entropies[:, :columns]
@@ -417,9 +441,11 @@ class Engine:
                 ),
                 None if router is None else router[batch],
             )
-            with self.ledger.phase("replay", segment.token_ids.numel()) as bar:
-                self._passes.capture(child, bar, but_last=True)
-                self._passes.backward(child, loss, bar)
+            with ExitStack() as undo:
+                undo.callback(child.free)
+                with self.ledger.phase("replay", segment.token_ids.numel()) as bar:
+                    self._passes.capture(child, bar, but_last=True)
+                    self._passes.backward(child, loss, bar)
             self._note_bytes()
         return len(members)
 

@@ -40,6 +40,10 @@ class GradientGap:
             if keep:
                 p.grad = part if grad is None else grad.add_(part)
 
+    def forget(self) -> None:
+        """Drop what was measured since the last summary."""
+        self._prompt_part.clear()
+
     def summarize(
         self, parameters: Sequence[nn.Parameter], has_prompt_part: bool
     ) -> dict[str, float]:

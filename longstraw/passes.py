@@ -53,12 +53,17 @@ class SegmentPasses:
     """
 
     def __init__(
-        self, decoder: Decoder, store: PageStore, backend: Backend, config: EngineConfig
+        self,
+        decoder: Decoder,
+        store: PageStore,
+        backend: Backend,
+        lockstep: LockStep,
+        config: EngineConfig,
     ) -> None:
         self.decoder = decoder
         self.store = store
         self.config = config
-        self.drive_with(backend, LockStep())
+        self.drive_with(backend, lockstep)
 
     def drive_with(self, backend: Backend, lockstep: LockStep) -> None:
         """Let `backend` drive backwards, in step with other ranks."""
@@ -156,9 +161,12 @@ class SegmentPasses:
     @contextmanager
     def _turn(self, kind: Pass) -> Iterator[None]:
         with self.lockstep.turn(kind) as is_collective:
-            if is_collective:
-                self.backend.begin_pass()
+            if not is_collective:
+                yield
+                return
+            self.backend.begin_pass()
             yield
+            self.backend.end_pass()
 
     def run_idle(self, kind: Pass) -> None:
         """One pass of zero weight that every rank makes."""
@@ -169,6 +177,7 @@ class SegmentPasses:
         """One pass of zero weight while other ranks make real ones."""
         self.backend.begin_pass()
         self._run_idle(kind)
+        self.backend.end_pass()
 
     def _run_idle(self, kind: Pass) -> None:
         """One token without a history, for the sake of the collectives in its pass."""

@@ -17,7 +17,10 @@ from longstraw import (
 )
 
 from .checks import check_config
-from .deepspeed_checks import check_deepspeed_config
+from .deepspeed_checks import check_deepspeed_config, fill_deepspeed_config
+
+# What torchrun, accelerate and DeepSpeed's launcher set, and MPI's.
+_LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @dataclass
@@ -107,8 +110,10 @@ class LongStrawGRPOConfig(GRPOConfig):
         self._connect()
         super().__post_init__()
         check_ranks(self.world_size)
-        if self.uses_deepspeed:
-            check_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
+        if self.deepspeed_plugin is not None:
+            config = self.deepspeed_plugin.hf_ds_config.config
+            check_deepspeed_config(config, self)
+            fill_deepspeed_config(config, self)
             bound_collectives(self.ddp_timeout)
         check_config(self)
         self.to_engine_config()  # an invalid value raises here, not at the first step
@@ -117,7 +122,7 @@ class LongStrawGRPOConfig(GRPOConfig):
         """What has to come before TRL looks at devices and processes."""
         on_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.uses_deepspeed:
-            if "RANK" not in os.environ:
+            if not any(name in os.environ for name in _LAUNCHED):
                 raise ConfigError(
                     "deepspeed is set, and this process was started without a launcher, so "
                     "DeepSpeed cannot know its ranks. Start it with accelerate launch "

@@ -208,6 +208,20 @@ def check_deepspeed_config(config: Config, args: "LongStrawGRPOConfig") -> None:
         )
 
 
+def fill_deepspeed_config(config: dict[str, Any], args: "LongStrawGRPOConfig") -> None:
+    """Set what the user left open and DeepSpeed would choose badly here.
+
+    Partitions of bf16 gradients add up in bf16 by default: an update has hundreds of backwards, and
+    what is 256 times smaller than the sum would be lost.
+    """
+    stage = _read(config, _ZERO + "stage")
+    is_bf16 = _is_enabled(config.get("bf16")) or (
+        _read(config, "bf16.enabled") == "auto" and args.bf16
+    )
+    if stage in (2, 3) and is_bf16:
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
 def _check_names(config: Config) -> None:
     for key in config.keys() - KNOWN_KEYS:
         close = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.8)

@@ -20,6 +20,7 @@ from longstraw import (
     DeepSpeedBackend,
     Engine,
     GroupScores,
+    TorchBackend,
     generate,
     load_balancing_loss,
 )
@@ -150,6 +151,13 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
                 "accelerate was launched with FSDP, whose sharded parameters are not served. Use "
                 "DeepSpeed ZeRO-3, which shards them too (ds_configs/accelerate/zero3.yaml)."
             )
+        if self.tools and self.is_deepspeed_enabled and not self.use_vllm:
+            if self.accelerator.state.deepspeed_plugin.zero_stage == 3:  # type: ignore[union-attr]
+                raise ConfigError(
+                    "tools or environment_factory under ZeRO-3: whole weights are brought together "
+                    "for each turn, and ranks have different numbers of turns. Use ZeRO-2, or "
+                    "generate with vLLM."
+                )
         for config in getattr(self.model, "peft_config", {}).values():
             if getattr(config, "is_prompt_learning", False):
                 raise ConfigError(
@@ -374,6 +382,15 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
 
     def _log_engine(self, name: str, value: float) -> None:
         self._metrics["train"][f"longstraw/{name}"].append(float(value))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; under DeepSpeed only during or after training, which makes its engine."""
+        if self.is_deepspeed_enabled and isinstance(self.engine.backend, TorchBackend):
+            raise ConfigError(
+                "evaluate() was called before train() under DeepSpeed, whose engine is made when "
+                "training starts. Evaluate with eval_on_start=True, or without DeepSpeed."
+            )
+        return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         try:

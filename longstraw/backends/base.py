@@ -28,14 +28,11 @@ class Backend(ABC):
     Attributes:
         turns: passes that contain collectives, which all ranks must make together.
         needs_anchor: whether every backward must reach every parameter, with zeros if need be.
-        counts_writes: whether only the optimizer writes to parameters, so that torch's write
-            counters tell stale state.
         keeps_gradients: whether `.grad` holds what was accumulated, for others to read.
     """
 
     turns: frozenset[Pass] = frozenset()
     needs_anchor: bool = False
-    counts_writes: bool = True
     keeps_gradients: bool = True
 
     def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027  (optional)
@@ -43,6 +40,13 @@ class Backend(ABC):
 
     def begin_pass(self) -> None:  # noqa: B027  (optional)
         """Called at the start of each pass that contains collectives, on every rank."""
+
+    def end_pass(self) -> None:  # noqa: B027  (optional)
+        """Called at the end of each such pass, on every rank."""
+
+    def count_writes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """A number that changes when the optimizer writes to parameters: it tells stale state."""
+        return sum(parameter._version for parameter in parameters)
 
     @abstractmethod
     def backward(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:

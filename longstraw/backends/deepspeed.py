@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import Pass
-from ..errors import ConfigError
+from ..errors import ConfigError, PromptStateError
 from .base import Backend, Finalized
-from .torch import accumulate_in_fp32, fill_with_zeros, gradient_norm
+from .torch import accumulate_in_fp32, fill_with_zeros, grad_dtypes, gradient_norm
 
 _EVERY_PASS = frozenset({Pass.CAPTURE, Pass.SCORE, Pass.BACKWARD})
 # Below this share of trainable parameters their full-size fp32 gradients weigh less than the rest.
@@ -54,8 +54,6 @@ class DeepSpeedBackend(Backend):
         ConfigError: a setting of the engine that would make the gradient wrong.
     """
 
-    counts_writes = False  # weights are gathered, released and written through `.data`
-
     def __init__(self, engine: Any, accumulate: str = "auto") -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
@@ -73,10 +71,20 @@ class DeepSpeedBackend(Backend):
         self.keeps_gradients = not is_partitioned and self.stage < 3
         self._num_backwards = 0
         self._is_emptied = False
+        self._is_in_backward = self._is_broken = False
 
     # ---------------------------------------------------------------- passes
 
+    def count_writes(self, parameters: Sequence[nn.Parameter]) -> int:
+        # Weights are gathered, released and written through `.data`, which torch does not count.
+        return int(self.engine.global_steps)
+
     def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._is_broken:
+            raise PromptStateError(
+                f"a backward under ZeRO-{self.stage} was interrupted earlier, and DeepSpeed's "
+                "books of it cannot be closed. Start again from the last checkpoint."
+            )
         if self.accumulate == "partitioned":
             return
         accumulate_in_fp32(parameters)
@@ -88,19 +96,26 @@ class DeepSpeedBackend(Backend):
         if self.stage == 3:
             self._parameter_offload().get_param_coordinator().reset_step()
 
+    def end_pass(self) -> None:
+        """Release what was fetched ahead: a forward's order is the beginning of a backward's."""
+        if self.stage == 3:
+            self._parameter_offload().get_param_coordinator()._clean_inflight_param_registry()
+
     def backward(self, roots: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         self._num_backwards += 1
+        self._is_in_backward = True
         if self.accumulate == "local":
             torch.autograd.backward(list(roots), list(cotangents))
             if self.stage == 3:
                 # A raw backward ends without the engine's epilogue, which re-partitions weights of
                 # modules whose inputs need no gradient (the embedding).
                 self._parameter_offload().release_backward_leftovers()
-            return
-        # `engine.forward` would count this: without it each backward overwrites the one before.
-        self.optimizer.clear_backward_seen_flag()
-        self.engine.set_gradient_accumulation_boundary(False)
-        self.engine.backward(_CotangentSource.apply(cotangents, *roots), scale_wrt_gas=False)
+        else:
+            # `engine.forward` would count this: else each backward overwrites the one before.
+            self.optimizer.clear_backward_seen_flag()
+            self.engine.set_gradient_accumulation_boundary(False)
+            self.engine.backward(_CotangentSource.apply(cotangents, *roots), scale_wrt_gas=False)
+        self._is_in_backward = False
 
     @property
     def has_gradient(self) -> bool:
@@ -128,6 +143,13 @@ class DeepSpeedBackend(Backend):
             return Finalized(None)
         if self.stage < 3:
             fill_with_zeros(parameters)
+        elif any(parameter.grad is None for parameter in parameters):
+            # DeepSpeed would take what it kept of the step before.
+            raise PromptStateError(
+                "a trained parameter was reached by no backward, which local accumulation under "
+                "ZeRO-3 cannot serve. Freeze what is not used, or set accumulate='partitioned' "
+                "(longstraw_accumulate in the trainer)."
+            )
         self.engine.set_gradient_accumulation_boundary(True)
         self._reduce()
         if self.stage > 0 or self.engine.bfloat16_enabled():
@@ -170,6 +192,7 @@ class DeepSpeedBackend(Backend):
     def discard(self, parameters: Sequence[nn.Parameter]) -> None:
         optimizer = self.optimizer
         self._num_backwards = 0
+        self._is_broken = self._is_in_backward and bool(self.turns)
         if hasattr(optimizer, "_coalesce_grad_reduction"):
             optimizer._coalesce_grad_reduction = False
         for parameter in parameters:
@@ -188,12 +211,17 @@ class DeepSpeedBackend(Backend):
             optimizer.micro_step_id = 0 if self.stage == 3 else -1
 
     def describe(self, parameters: Sequence[nn.Parameter]) -> str:
-        how = {
-            "local": "accumulate locally in fp32, reduced once per step",
-            "partitioned": "are partitioned at each backward",
-        }[self.accumulate]
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        if self.accumulate == "local":
+            how = f"accumulate locally in {grad_dtypes(parameters)}, reduced once per step"
+        else:
+            how = f"are partitioned at each backward, in {self._partition_dtype()}"
         return f"DeepSpeed ZeRO-{self.stage}: gradients of {count:,} parameters {how}"
+
+    def _partition_dtype(self) -> str:
+        """What partitions add up in. Left to itself DeepSpeed takes the model's."""
+        dtype = self.engine.get_data_types()[1]
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
 
 
 class _CotangentSource(torch.autograd.Function):
@@ -254,13 +282,11 @@ def _check_engine(engine: Any, stage: int) -> None:
             '"managed_gradient_accumulation" is false in the DeepSpeed config: the engine says '
             "itself where an accumulation ends. Remove the key."
         )
-    needed = {1: ("_coalesce_grad_reduction",), 2: ("finalize_gradient_accumulation_boundary",)}
-    missing = [
-        name
-        for name in needed.get(stage, ())
-        if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"
-        and not hasattr(engine.optimizer, name)
-    ]
+    needed = ["_coalesce_grad_reduction"] if stage else []
+    needed += ["finalize_gradient_accumulation_boundary", "clear_backward_seen_flag"] * (stage > 1)
+    # Not of a plain optimizer, BF16_Optimizer (stage 1), or weights without an optimizer.
+    is_checked = type(engine.optimizer).__name__.startswith("DeepSpeedZeroOptimizer")
+    missing = [name for name in needed if is_checked and not hasattr(engine.optimizer, name)]
     if missing or not hasattr(engine, "_flush_coalesced_reduction_zero12"):
         import deepspeed
 

@@ -5,7 +5,7 @@ wrapper, whose hooks stay asleep without a wrapped forward, and averages here in
 would reduce at every replay, and ranks may replay different numbers of members.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class TorchBackend(Backend):
             parameter.grad = None
 
     def describe(self, parameters: Sequence[nn.Parameter]) -> str:
-        return f"gradients accumulate in {_dtypes(p for p in parameters)}"
+        return f"gradients accumulate in {grad_dtypes(parameters)}"
 
 
 def accumulate_in_fp32(parameters: Sequence[nn.Parameter]) -> None:
@@ -91,13 +91,10 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
-def _dtypes(parameters: Iterable[nn.Parameter]) -> str:
+def grad_dtypes(parameters: Sequence[nn.Parameter]) -> str:
+    """What gradients accumulate in, in words."""
     has_grad_dtype = hasattr(torch.Tensor, "grad_dtype")
-    return ", ".join(
-        sorted(
-            {
-                "fp32" if has_grad_dtype and p.dtype.itemsize <= 4 else str(p.dtype)[6:]
-                for p in parameters
-            }
-        )
-    )
+    names = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
+    half = (torch.bfloat16, torch.float16)
+    dtypes = {torch.float32 if p.dtype in half and has_grad_dtype else p.dtype for p in parameters}
+    return ", ".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes))

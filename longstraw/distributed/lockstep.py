@@ -9,15 +9,13 @@ wanted another make it with zero weight.
 Knows ranks and kinds of passes; knows nothing of models or of what a pass does.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
 
-import torch
-import torch.distributed as dist
-
-from ..errors import RankLostError, RanksAbortedError
+from ..errors import PromptStateError, RankLostError, RanksAbortedError
+from .meeting import Meeting
 from .watch import RankWatch
 
 
@@ -39,19 +37,19 @@ def _do_nothing(kind: Pass) -> None:
 
 
 class LockStep:
-    """Takes turns with the other ranks.
+    """Takes turns with the other ranks. Making one is collective.
 
     Args:
         turns: the kinds of passes that contain collectives. Others need no turn.
         run_idle: makes a pass of a kind with zero weight.
         timeout_seconds: how long to wait for a rank without a sign of life.
-        watch: told of every exchange, and asked which rank is missing when one fails.
+        watch: knows where this rank and the others are.
 
     Attributes:
-        world_size: ranks that take turns; 1 where no process group exists.
+        num_idle: passes made with zero weight.
     """
 
-    _num_made = 0  # the same on every rank, as making one is collective
+    _num_made = 0  # the same on every rank
 
     def __init__(
         self,
@@ -65,44 +63,59 @@ class LockStep:
         self.run_idle = run_idle
         self.watch = watch or RankWatch()
         self.num_idle = 0
-        self._depth = 0
+        self._work: str | None = None  # what the outermost `together` is about
         self._is_suspended = False
         self._is_reachable = True
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.world_size = dist.get_world_size() if is_distributed else 1
-        self._timeout_seconds = timeout_seconds
-        self._name = f"lockstep {LockStep._num_made}"
-        self._num_exchanges = 0
-        self._group = None
-        if self.world_size > 1:
-            # A group of its own, on CPU tensors: no device is synchronized to exchange a number,
-            # and its timeout holds (groups made by libraries often have another).
-            timeout = timedelta(seconds=timeout_seconds)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-            LockStep._num_made += 1
+        LockStep._num_made += 1
+        self._meeting = Meeting(f"lockstep {LockStep._num_made}", timeout_seconds, self.watch)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that take turns; 1 where no process group exists."""
+        return self.watch.world_size
+
+    # ---------------------------------------------------------------- work of all ranks
 
     @contextmanager
-    def together(self, what: str = "the update") -> Iterator[None]:
+    def together(
+        self, work: str = "the update", *, has_collectives: bool = False
+    ) -> Iterator[None]:
         """Work that every rank enters, and leaves when all have finished theirs.
 
         A rank that is done early makes zero-weight passes until the last one is done. If one
         raises, all do: its own error there, `RanksAbortedError` elsewhere. Nested uses belong to
         the outermost.
 
-        Collective. Other collectives inside must be the same on every rank; one that fails before
-        its part in them is noticed by the others at their timeout only.
+        Collective.
+
+        Args:
+            has_collectives: the work contains other collectives than those of passes. A rank that
+                fails cannot tell the others then, who may stand in one; they end when its process
+                does, or at their timeout.
         """
-        if self._depth or self.world_size == 1:
-            with self._deeper():
-                yield
+        if self._work is not None or self.world_size == 1:
+            yield
             return
+        self._work, self._is_reachable = work, not has_collectives
         try:
-            with self._deeper():
-                yield
-        except BaseException as error:
-            self._announce_failure(error, what)
+            yield
+            while (now := self._agree_on(Pass.FINISHED)) is not Pass.FINISHED:
+                self._idle(now)
+        except Exception as error:
+            is_told = isinstance(error, RanksAbortedError | RankLostError)
+            if self._is_reachable and not is_told:
+                self._agree_on(Pass.FAILED, f"{type(error).__name__}: {error}")
             raise
-        self._wait_for_others(what)
+        finally:
+            self._work, self._is_reachable = None, True
+
+    def agree(self, error: Exception | None, work: str) -> None:
+        """Raise on every rank if `error` is set on any. Collective."""
+        with self.together(work):
+            if error is not None:
+                raise error
+
+    # ---------------------------------------------------------------- passes
 
     @contextmanager
     def turn(self, kind: Pass) -> Iterator[bool]:
@@ -112,16 +125,22 @@ class LockStep:
             RanksAbortedError: another rank failed.
         """
         self.watch.sign_of_life()
-        if self.world_size == 1 or self._is_suspended or kind not in self.turns:
+        if self._is_suspended or kind not in self.turns:
             yield False
             return
-        assert self._depth, "a pass with collectives outside `together`"
-        while (now := self._next(kind, "the update")) is not kind:
+        if self.world_size == 1:
+            yield True
+            return
+        if self._work is None:
+            raise PromptStateError(
+                f"a {kind.name.lower()} pass gathers weights from all ranks, and the others do not "
+                "know of it. Bring the weights together and say so (engine.weights_gathered()), or "
+                "let all ranks come (engine.lockstep.together())."
+            )
+        while (now := self._agree_on(kind)) is not kind:
             self._idle(now)
-        # Until the pass is over the peers are in its collectives, where no exchange reaches them.
-        self._is_reachable = False
-        yield True
-        self._is_reachable = True
+        with self._among_peers():
+            yield True
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -132,72 +151,45 @@ class LockStep:
         finally:
             self._is_suspended = before
 
-    def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if `error` is set on any. Collective."""
-        with self.together(what):
-            if error is not None:
-                raise error
-
-    # ---------------------------------------------------------------- exchanges
-
-    @contextmanager
-    def _deeper(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def _wait_for_others(self, what: str) -> None:
-        while (now := self._next(Pass.FINISHED, what)) is not Pass.FINISHED:
-            with self._deeper():
-                try:
-                    self._idle(now)
-                except Exception as error:
-                    self._announce_failure(error, what)
-                    raise
-
     def _idle(self, kind: Pass) -> None:
         self.num_idle += 1
-        self.run_idle(kind)
+        self.watch.sign_of_life()
+        with self._among_peers():
+            self.run_idle(kind)
 
-    def _next(self, wish: Pass, what: str) -> Pass:
-        """The lowest wish of all ranks."""
-        wishes = self._exchange(wish)
-        failed = [rank for rank, other in enumerate(wishes) if other is Pass.FAILED]
+    @contextmanager
+    def _among_peers(self) -> Iterator[None]:
+        """Until the pass is over the peers are in its collectives, where no word reaches them."""
+        self._is_reachable = False
+        yield
+        self._is_reachable = True
+
+    # ---------------------------------------------------------------- words
+
+    def _agree_on(self, wish: Pass, reason: str = "") -> Pass:
+        """The lowest wish of all ranks.
+
+        Raises:
+            RanksAbortedError: another rank failed, or is at other work.
+        """
+        words = [
+            json.loads(w) for w in self._meeting.exchange(json.dumps([wish, self._work, reason]))
+        ]
+        failed = [rank for rank, (other, _, _) in enumerate(words) if other == Pass.FAILED]
+        if wish is Pass.FAILED:
+            return wish  # this rank raises its own error
         if failed:
-            reasons = self._gather_text("")
-            raise RanksAbortedError(_aborted(what, failed, reasons))
-        return min(wishes)
-
-    def _announce_failure(self, error: BaseException, what: str) -> None:
-        # Peers inside a pass end when this rank does, or at their timeout.
-        is_told = isinstance(error, RanksAbortedError | RankLostError)
-        if is_told or not isinstance(error, Exception) or not self._is_reachable:
-            return
-        self._exchange(Pass.FAILED)
-        self._gather_text(f"{type(error).__name__}: {error}")
-
-    def _exchange(self, wish: Pass) -> list[Pass]:
-        self._num_exchanges += 1
-        self.watch.meet(self._name, self._num_exchanges, self._timeout_seconds)
-        mine = torch.tensor([int(wish)])
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.watch.collective(f"agreeing on the next pass (wanted {wish.name.lower()})"):
-            dist.all_gather(everyone, mine, group=self._group)
-        return [Pass(int(other)) for other in everyone]
-
-    def _gather_text(self, text: str) -> list[str]:
-        texts: list[str | None] = [None] * self.world_size
-        with self.watch.collective("exchanging error messages"):
-            dist.all_gather_object(texts, text, group=self._group)
-        return [text or "" for text in texts]
-
-
-def _aborted(what: str, failed: list[int], reasons: list[str]) -> str:
-    first = failed[0]
-    others = f" (and ranks {failed[1:]})" if failed[1:] else ""
-    return (
-        f"rank {first}{others} failed in {what}, so it was given up on every rank. "
-        f"Rank {first} said: {reasons[first]}"
-    )
+            first = failed[0]
+            also = f" (and ranks {failed[1:]})" if failed[1:] else ""
+            raise RanksAbortedError(
+                f"rank {first}{also} failed in {words[first][1]}, so it was given up on every "
+                f"rank. Rank {first} said: {words[first][2]}"
+            )
+        works = {work for _, work, _ in words}
+        if len(works) > 1:
+            each = "; ".join(f"rank {rank}: {work}" for rank, (_, work, _) in enumerate(words))
+            raise RanksAbortedError(
+                f"ranks are at different work ({each}). All must call the engine the same number "
+                "of times and in the same order."
+            )
+        return Pass(min(other for other, _, _ in words))

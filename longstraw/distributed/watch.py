@@ -1,9 +1,10 @@
-"""Which rank is missing, and what it was doing: asked when a collective fails or a signal comes.
+"""Which rank is missing, and what it was doing: asked when ranks stop answering or a signal comes.
 
 Each rank writes where it is into the process group's store. When peers stop answering, those on
-this machine are looked up in the process table, and all are asked for their last word.
+this machine are looked up in the process table, and the last place of all is told.
 """
 
+import functools
 import os
 import signal
 import socket
@@ -15,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ..errors import RankLostError
+from ..errors import LongStrawError, RankLostError
 
 _PREFIX = "longstraw/rank"
-_LOOK_AROUND_SECONDS = 1.0
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 
 
 class RankWatch:
@@ -32,6 +32,7 @@ class RankWatch:
     Attributes:
         place: what this rank is doing, in words.
         step: which optimizer step it is in, in words; part of every place from then on.
+        rank, world_size: in the process group; 0 and 1 without one.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,13 @@ class RankWatch:
             self._store = dist.distributed_c10d._get_default_store()
         self.at("starting")
 
+    @property
+    def store(self) -> Any:
+        """The process group's store."""
+        if self._store is None:
+            raise RuntimeError("the store is gone, and with it the rank that kept it")
+        return self._store
+
     def at(self, place: str) -> None:
         """Say where this rank is. Cheap: one small message to the store."""
         self.place = f"{place}, {self.step}" if self.step else place
@@ -54,57 +62,39 @@ class RankWatch:
         """Say that this rank gets on, where it is."""
         if self._store is None:
             return
-        entry = f"{time.time():.3f}|{os.getpid()}|{socket.gethostname()}|{self.place}"
+        entry = f"{time.time():.3f}|{os.getpid()}|{_machine()}|{socket.gethostname()}|{self.place}"
         try:
             self._store.set(f"{_PREFIX}{self.rank}", entry)
         except RuntimeError:
             self._store = None  # its host is gone, and with it what could be asked
 
-    def meet(self, series: str, number: int, timeout_seconds: float) -> None:
-        """Wait for every rank to come here, for as long as those that have not come get on.
-
-        A collective's timeout would have to be longer than the slowest rank takes for the longest
-        prompt; here it is the time without a sign of life. Collective.
-
-        Args:
-            series, number: name the meeting; numbers of a series count up.
-
-        Raises:
-            RankLostError: a rank is gone, or has not been anywhere new for that long.
-        """
-        if self._store is None:
-            return
-        arrived, gate = _meeting(series, number)
-        with self.collective("waiting for the other ranks"):
-            if self._store.add(arrived, 1) == self.world_size:
-                self._store.set(gate, "")
-                for key in _meeting(series, number - 1):  # whoever is here has left there
-                    self._store.delete_key(key)
-                return
-            seen, since, pause = self._others(), time.monotonic(), _SHORTEST_PAUSE_SECONDS
-            look_around = since + _LOOK_AROUND_SECONDS
-            # Asked again and again, not waited for: a wait that times out writes to the log.
-            while not self._store.check([gate]):
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                now = time.monotonic()
-                if now < look_around:
-                    continue
-                look_around = now + _LOOK_AROUND_SECONDS
-                if seen != (others := self._others()):
-                    seen, since = others, now
-                if self.missing():
-                    raise RuntimeError("its process is gone")
-                if now - since > timeout_seconds:
-                    raise RuntimeError(f"no sign of life for {timeout_seconds:.0f} s")
+    # ---------------------------------------------------------------- errors
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Turn the failure of a collective inside into a `RankLostError` that names the rank."""
+    def blaming(self, what: str) -> Iterator[None]:
+        """Turn a failure to reach others inside into a `RankLostError` that names the rank."""
         try:
             yield
+        except LongStrawError:
+            raise
         except RuntimeError as error:
             raise self.lost(what, error) from error
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Name the missing rank when a collective inside fails, the place when SIGTERM comes."""
+        if self.world_size == 1:
+            yield
+            return
+        with self._on_sigterm():
+            try:
+                yield
+            except (LongStrawError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError as error:
+                if not _is_of_a_collective(error):
+                    raise
+                raise self.lost("waiting", error) from error
 
     def lost(self, what: str, error: BaseException) -> RankLostError:
         """The error to raise when peers stopped answering."""
@@ -119,27 +109,14 @@ class RankWatch:
         _say(message)
         return RankLostError(message)
 
-    def missing(self) -> list[int]:
-        """Ranks on this machine whose process is gone."""
-        return [rank for rank, entry in self._others() if entry and _is_dead(entry)]
-
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Name the missing rank when anything inside fails because of it, or a SIGTERM comes."""
-        with self._on_sigterm():
-            try:
-                yield
-            except RankLostError:
-                raise
-            except RuntimeError as error:
-                if not self.missing() and not _is_of_a_collective(error):
-                    raise
-                raise self.lost("waiting", error) from error
-
     # ---------------------------------------------------------------- the others
 
-    def _others(self) -> list[tuple[int, list[str]]]:
-        """Each other rank's last entry: time, pid, host, place; empty where nothing is known."""
+    def missing(self) -> list[int]:
+        """Ranks on this machine whose process is gone."""
+        return [rank for rank, entry in self.others() if entry and _is_dead(entry)]
+
+    def others(self) -> list[tuple[int, list[str]]]:
+        """Each other rank's last entry: time, pid, machine, host, place; empty if unknown."""
         entries = []
         for rank in range(self.world_size):
             if rank == self.rank:
@@ -147,7 +124,7 @@ class RankWatch:
             entry: list[str] = []
             try:
                 if self._store is not None and self._store.check([f"{_PREFIX}{rank}"]):
-                    entry = self._store.get(f"{_PREFIX}{rank}").decode().split("|", 3)
+                    entry = self._store.get(f"{_PREFIX}{rank}").decode().split("|", 4)
             except RuntimeError:
                 self._store = None
             entries.append((rank, entry))
@@ -155,11 +132,11 @@ class RankWatch:
 
     def _describe_others(self) -> str:
         lines = []
-        for rank, entry in self._others():
+        for rank, entry in self.others():
             if not entry:
                 lines.append(f"\n  rank {rank}: nothing is known of it")
                 continue
-            when, pid, host, place = entry
+            when, pid, _, host, place = entry
             state = f"process {pid} on {host} is gone" if _is_dead(entry) else f"on {host}"
             age = time.time() - float(when)
             lines.append(f"\n  rank {rank}: {state}; last seen {age:.1f} s ago in {place}")
@@ -171,8 +148,9 @@ class RankWatch:
     def _on_sigterm(self) -> Iterator[None]:
         """Say where SIGTERM found this rank, then end as it asks.
 
-        A launcher sends it to all other ranks when one has died, often before they notice.
-        A handler that somebody else has set stays.
+        A launcher sends it to all other ranks when one has died, often before they notice. A
+        handler that somebody else has set stays. A rank that waits for its device ends when that
+        returns, or when the launcher loses patience (30 s for torchrun).
         """
         is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if not is_free or threading.current_thread() is not threading.main_thread():
@@ -185,16 +163,19 @@ class RankWatch:
             signal.signal(signal.SIGTERM, before)
 
     def _handler(self, before: Any) -> Callable[[int, Any], None]:
+        owner = os.getpid()
+
         def end(number: int, frame: Any) -> None:
-            _say(f"rank {self.rank} was ended by SIGTERM in {self.place}.{self._describe_others()}")
             signal.signal(number, before)
+            if os.getpid() != owner:
+                # A forked child (a pool of workers that is ended): not a rank, and its copy of the
+                # store's connection is ours.
+                os.kill(os.getpid(), number)
+                return
+            _say(f"rank {self.rank} was ended by SIGTERM in {self.place}.{self._describe_others()}")
             raise SystemExit(128 + number)
 
         return end
-
-
-def _meeting(series: str, number: int) -> tuple[str, str]:
-    return f"longstraw/{series}/{number}/arrived", f"longstraw/{series}/{number}/all"
 
 
 def _say(message: str) -> None:
@@ -202,20 +183,31 @@ def _say(message: str) -> None:
     print(f"LongStraw: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
+@functools.cache
+def _machine() -> str:
+    """Names what shares a process table: containers and machines can share a host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown, process {os.getpid()}"
+
+
 def _is_dead(entry: list[str]) -> bool:
     """Whether the process is gone or a zombie; False for one of another machine."""
-    _, pid, host, _ = entry
-    if host != socket.gethostname():
+    _, pid, machine, *_ = entry
+    if machine != _machine():
         return False
     try:
         # The third field, behind the name in parentheses, is the state.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
     except FileNotFoundError:
-        return Path("/proc/self/stat").exists()
+        return True
     except OSError:
         return False
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting")
-    return any(word in str(error) for word in words)
+    is_network = isinstance(error, dist.DistNetworkError | dist.DistBackendError)
+    return is_network or any(word in str(error) for word in words)

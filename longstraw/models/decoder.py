@@ -31,7 +31,7 @@ class PolicyVersion:
 
     Attributes:
         step: updates announced by `Engine.weights_changed`.
-        writes: in-place writes to the trainable parameters, as torch counts them.
+        writes: writes to the trainable parameters, as the backend counts them.
         adapters: the active PEFT adapters, None when they are switched off.
     """
 
@@ -108,14 +108,8 @@ class Decoder:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def policy_version(self, step: int, *, count_writes: bool = True) -> PolicyVersion:
-        """The version that a capture made now would have.
-
-        Args:
-            count_writes: False where something else than the optimizer writes to parameters.
-        """
-        # Trainable ones only: PEFT swaps frozen expert weights for views during a forward.
-        writes = sum(p._version for p in self.trainable_parameters()) if count_writes else 0
+    def policy_version(self, step: int, writes: int) -> PolicyVersion:
+        """The version that a capture made now would have; see `PolicyVersion`."""
         return PolicyVersion(step, writes, self._active_adapters())
 
     @contextmanager

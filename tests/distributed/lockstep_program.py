@@ -5,6 +5,7 @@ different passes are told apart from ranks that make the same.
 """
 
 import json
+import multiprocessing
 import time
 
 import torch
@@ -14,6 +15,7 @@ from longstraw.distributed import LockStep, Pass
 from longstraw.errors import RankLostError, RanksAbortedError
 
 CAPTURE, SCORE, BACKWARD = Pass.CAPTURE, Pass.SCORE, Pass.BACKWARD
+_fork = multiprocessing.get_context("fork")
 PLANS = {
     "equal": ([CAPTURE, SCORE, BACKWARD], [CAPTURE, SCORE, BACKWARD]),
     "one has none": ([], [CAPTURE, CAPTURE, SCORE, BACKWARD]),
@@ -118,10 +120,42 @@ def run_silent() -> dict[str, object]:
     return {"error": "none"}
 
 
+def run_pools() -> dict[str, object]:
+    """Rank 1 ends workers that were forked while the watch handles SIGTERM, as a reward function
+    that runs code in processes does; then the ranks meet again."""
+    passes = Passes(frozenset(), timeout_seconds=5)
+    codes: list[int | None] = []
+    with passes.lockstep.watch.guarding():
+        with passes.lockstep.together():
+            if dist.get_rank() == 1:
+                workers = [_fork.Process(target=time.sleep, args=(60,)) for _ in range(4)]
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.terminate()
+                    worker.join()
+                codes = [worker.exitcode for worker in workers]
+        with passes.lockstep.together():
+            passes.make(CAPTURE)
+    return {"codes": codes, "real": passes.real}
+
+
+def run_other_work() -> dict[str, object]:
+    """Rank 1 has left out a call."""
+    passes = Passes(frozenset())
+    try:
+        with passes.lockstep.together("scoring" if dist.get_rank() == 0 else "replay"):
+            pass
+    except RanksAbortedError as error:
+        return {"error": str(error)}
+    return {"error": "none"}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     cases = {f"plan:{name}": run_plan(name) for name in PLANS}
     cases |= {"failing": run_failing(), "unturned": run_unturned(), "agree": run_agree()}
+    cases |= {"pools": run_pools(), "other work": run_other_work()}
     cases |= {"slow": run_slow(), "silent": run_silent()}
     print("RESULT " + json.dumps(cases), flush=True)  # noqa: T201  (read by the test)
     dist.destroy_process_group()

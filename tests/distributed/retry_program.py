@@ -42,18 +42,21 @@ def main() -> None:
 def run(stage: str, fails: bool) -> dict[str, Any]:
     """The scores after two steps, exact to the last bit, and the error on the way."""
     engine, step = make_engine(stage)
-    error = ""
+    error, left_over, is_told_apart = "", 0, True
     for number in range(2):
         try:
             accumulate(engine, number, fails=fails and number == 0)
         except (MemoryError, RanksAbortedError) as caught:
-            error = type(caught).__name__
+            error, left_over = type(caught).__name__, engine.store.bytes_in_use
             accumulate(engine, number, fails=False)
         engine.finalize()
+        version = engine.policy_version
         step()
+        is_told_apart = is_told_apart and engine.policy_version != version
         engine.weights_changed()
     scores = engine.score(group(number=9))
-    return {"error": error, "scores": [float(x).hex() for x in scores.logps.flatten()]}
+    found = {"error": error, "left_over": left_over, "is_told_apart": is_told_apart}
+    return found | {"scores": [float(x).hex() for x in scores.logps.flatten()]}
 
 
 def make_engine(stage: str) -> tuple[Engine, Any]:
@@ -87,7 +90,7 @@ def accumulate(engine: Engine, number: int, *, fails: bool) -> None:
 
 
 def plant(engine: Engine) -> None:
-    """Let rank 1 fail once, in front of its second replay."""
+    """Let rank 1 fail once, in front of its second replay, whose pages it holds already."""
     replay, seen = engine._passes.backward, []
 
     def backward(state: Any, loss: Any, bar: Any) -> None:
@@ -95,6 +98,7 @@ def plant(engine: Engine) -> None:
         if len(seen) == 2:
             engine._passes.backward = replay  # type: ignore[method-assign]
             if dist.get_rank() == 1:
+                assert state.num_bytes > 0
                 raise MemoryError("planted")
         replay(state, loss, bar)
 
@@ -106,7 +110,8 @@ def group(number: int) -> PromptGroup:
     rng = torch.Generator().manual_seed(100 * number + dist.get_rank())
     length = 5 + 9 * dist.get_rank() + number
     prompt = torch.randint(3, VOCAB, (length,), generator=rng)
-    responses = [torch.randint(3, VOCAB, (n,), generator=rng) for n in (4, 1, 6)]
+    # The second is longer than two chunks, so that it holds pages of its own while it is replayed.
+    responses = [torch.randint(3, VOCAB, (n,), generator=rng) for n in (4, 19, 6)]
     return PromptGroup(prompt, responses)
 
 

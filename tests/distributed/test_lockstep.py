@@ -73,3 +73,18 @@ def test_a_silent_rank_is_given_up_and_named_with_its_place(results: Results) ->
     assert "no sign of life for 2 s" in error
     assert "rank 1: on" in error
     assert "in a long nap" in error
+
+
+def test_workers_that_a_rank_forks_and_ends_are_no_ranks(results: Results) -> None:
+    """They inherit the signal handler and the connection to the store; in a child both would have
+    to be left alone. (It told the store of the child's end in the parent's name: both ranks died.)
+    """
+    first, second = results["pools"]
+    assert second["codes"] == [-15] * 4
+    assert first["real"] == second["real"] == ["CAPTURE"]
+
+
+def test_ranks_at_different_work_are_told_so(results: Results) -> None:
+    """One that was called once more than the others would otherwise pair with their next call."""
+    for rank in results["other work"]:
+        assert "rank 0: scoring; rank 1: replay" in rank["error"]

@@ -28,6 +28,7 @@ def test_a_failed_step_can_be_made_again(stage: str, results: list[dict[str, Any
     assert errors == ["RanksAbortedError", "MemoryError"]
     for rank in results:
         assert rank[stage]["True"]["scores"] == rank[stage]["False"]["scores"]
+        assert rank[stage]["True"]["left_over"] == 0  # nor pages of a response that was cut off
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -37,3 +38,9 @@ def test_stages_agree_on_the_uninterrupted_steps(stage: str, results: list[dict[
         expected = [float.fromhex(x) for x in rank["plain"]["False"]["scores"]]
         found = [float.fromhex(x) for x in rank[stage]["False"]["scores"]]
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_nobody_announced_is_noticed(stage: str, results: list[dict[str, Any]]) -> None:
+    """Else prompts captured before it would be replayed with the weights after it."""
+    assert all(rank[stage]["False"]["is_told_apart"] for rank in results)

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from longstraw import ConfigError, prepare_deepspeed
-from trl_integration.deepspeed_checks import KNOWN_KEYS, check_deepspeed_config
+from trl_integration.deepspeed_checks import (
+    KNOWN_KEYS,
+    check_deepspeed_config,
+    fill_deepspeed_config,
+)
 
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -108,6 +112,9 @@ REFUSED = {
     '"mics_hierarchical_params_gather"': {
         "zero_optimization__mics_hierarchical_params_gather": True
     },
+    '"nebula"': {"nebula": {"enabled": True}},
+    '"datastates_ckpt"': {"datastates_ckpt": {"host_cache_size": 1}},
+    '"decoupled" of "writer"': {"checkpoint__writer": {"decoupled": True}},
     '"zenflow" of "zero_optimization"': {"zero_optimization__zenflow": {"topk_ratio": 0.1}},
     '"offload_optimizer" of "zero_optimization" is "nvme".*"device": "cpu"': {
         "zero_optimization__offload_optimizer__device": "nvme"
@@ -195,6 +202,25 @@ def test_an_fp32_head_is_no_conflict_without_bf16() -> None:
 def test_what_has_no_effect_is_said(changes: dict[str, Any], words: str) -> None:
     with pytest.warns(UserWarning, match=words):
         check_deepspeed_config(changed(**changes), arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "bf16", "filled"),
+    [
+        ({}, True, "fp32"),
+        (STAGE_3, True, "fp32"),
+        ({"bf16__enabled": True}, True, "fp32"),
+        ({"data_types__grad_accum_dtype": "bf16"}, True, "bf16"),  # said by name
+        ({}, False, None),
+        ({"zero_optimization__stage": 1}, True, None),  # another optimizer class, for nothing
+    ],
+)
+def test_partitions_of_bf16_gradients_add_up_in_fp32_unless_said_otherwise(
+    changes: dict[str, Any], bf16: bool, filled: str | None
+) -> None:
+    config = changed(**changes)
+    fill_deepspeed_config(config, arguments(bf16=bf16))
+    assert config.get("data_types", {}).get("grad_accum_dtype") == filled
 
 
 class _Recording(dict[str, Any]):
