@@ -339,8 +339,14 @@ def _with_stock(jobs: dict[str, Job]) -> dict[str, Job]:
 
 # Smaller than most parameters.
 BUCKET = 3000
+# Weights of one module at a time; what may be fetched ahead would be the whole tiny model.
+NOT_AHEAD = {
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
 MEMORY = {
-    "ZeRO-3, full": Job(_SGD, 3, {"reduce_bucket_size": BUCKET}, probe="memory"),
+    "ZeRO-3, full": Job(_SGD, 3, {"reduce_bucket_size": BUCKET, **NOT_AHEAD}, probe="memory"),
     "ZeRO-2, full": Job(_SGD, 2, {"reduce_bucket_size": BUCKET}, probe="memory"),
     **{
         f"ZeRO-{stage}, LoRA, bf16": Job(

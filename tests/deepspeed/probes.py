@@ -81,11 +81,14 @@ def memory(trainer: GRPOTrainer) -> Iterator[Findings]:
     Attributes found:
         num_parameters: elements of the model, and how many of them are trained.
         standing_gradients: most elements of `.grad` at any time during a backward.
+        standing_weights: most elements of partitioned parameters that were whole on this rank,
+            at any module's forward or any gradient's arrival.
         kept_gradients: bytes of `.grad` when an update's backwards are done.
         partitions, whole: after each update, elements held as this rank's part, and those of
             parameters that are whole on it.
     """
-    found: Findings = {"standing_gradients": 0, "kept_gradients": [], "partitions": [], "whole": []}
+    found: Findings = {"standing_gradients": 0, "standing_weights": 0, "kept_gradients": []}
+    found |= {"partitions": [], "whole": []}
     parameters = list(trainer.accelerator.unwrap_model(trainer.model).parameters())
     init, finalize = DeepSpeedBackend.__init__, DeepSpeedBackend.finalize
 
@@ -95,12 +98,19 @@ def memory(trainer: GRPOTrainer) -> Iterator[Findings]:
     def look(_: Any = None) -> None:
         standing = sum(p.grad.numel() for p in parameters if p.grad is not None)
         found["standing_gradients"] = max(found["standing_gradients"], standing)
+        look_at_weights()
+
+    def look_at_weights(*_: Any) -> None:
+        whole = sum(p.numel() for p in parameters if hasattr(p, "ds_tensor"))  # 0 if in pieces
+        found["standing_weights"] = max(found["standing_weights"], whole)
 
     def watched_init(self: DeepSpeedBackend, *args: Any) -> None:
         init(self, *args)
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(look)
+        for module in self.engine.module.modules():
+            module.register_forward_pre_hook(look_at_weights)  # behind DeepSpeed's own
         found["num_parameters"] = sum(map(size, parameters))
         found["num_trained"] = sum(size(p) for p in parameters if p.requires_grad)
 

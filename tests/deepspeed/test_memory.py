@@ -32,6 +32,18 @@ def test_zero_3_holds_its_share_of_the_weights_and_no_more(launched: Launched) -
         assert [rank["found"]["whole"][step] for rank in ranks] == [0, 0]
 
 
+def test_the_peak_of_zero_3_is_its_share_and_the_module_at_work(launched: Launched) -> None:
+    """weights / N + the largest module, at every moment of captures, replays and prompt backwards.
+
+    The second term does not grow with the number of layers, so the whole follows 1/N. Two modules:
+    the one at work, and the embedding or head beside it while a gradient arrives.
+    """
+    for rank in launched("memory")["ZeRO-3, full"]:
+        found = rank["found"]
+        assert 0 < found["standing_weights"] <= 2 * LARGEST_PARAMETER
+        assert found["standing_weights"] < found["num_parameters"] / 4
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitioned_gradients_never_stand_whole(stage: int, launched: Launched) -> None:
     """At no moment of any backward is more in `.grad` than a bucket and two parameters: the one

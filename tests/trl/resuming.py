@@ -241,29 +241,35 @@ def several(model_path: Path, folder: Path, checkpoint: str) -> None:
     end_by(name, signal.SIGKILL, model_path, folder / "killed")
 
 
-def zero3(model_path: Path, folder: Path, _: str) -> None:
-    """The same under ZeRO-3, where each rank writes partitions and waits for the others."""
-    zero = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        # Without it `Trainer` writes each partition twice.
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config = {
-        **dict.fromkeys(auto, "auto"),
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    setting = ACCUMULATED.but(deepspeed=config)
-    resume_each(setting, model_path, folder)
+def zero(model_path: Path, folder: Path, _: str) -> None:
+    """The same under ZeRO-2 and 3, where each rank writes partitions and waits for the others."""
+    for stage in (2, 3):
+        setting = ACCUMULATED.but(deepspeed=_zero_config(stage))
+        resume_each(setting, model_path, folder / f"ZeRO-{stage}, full")
+        lora = replace(setting, trainer=LORA.trainer)
+        resume_each(lora, model_path, folder / f"ZeRO-{stage}, LoRA")
     saving = setting.but(save_strategy="steps", save_steps=1, max_steps=3)
     partition = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     _train_to_error(saving, partition if _rank() == 1 else "", model_path, folder / "rank1-full")
 
 
-TASKS = {task.__name__: task for task in (several, terminated, zero3)}
+def _zero_config(stage: int) -> dict[str, Any]:
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        # Without it `Trainer` writes each partition twice.
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        **dict.fromkeys(auto, "auto"),
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+TASKS = {task.__name__: task for task in (several, terminated, zero)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

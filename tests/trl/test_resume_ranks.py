@@ -1,5 +1,6 @@
 """Two processes resume as one does, and end together when one of them cannot write."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -78,18 +79,20 @@ def test_a_killed_rank_leaves_the_last_checkpoint(several: tuple[Path, Path]) ->
     assert states == {"longstraw_state_0.pt", "longstraw_state_1.pt"}
 
 
-def test_two_processes_under_zero3_resume_and_end_together(
+def test_two_processes_under_zero_resume_and_end_together(
     model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed writes a partition per rank, and its ranks wait for each other behind them: a rank
-    whose disk is full has to go there before it says so."""
+    """ZeRO-2 and 3, in full and LoRA, resumed to the last bit. DeepSpeed writes a partition per
+    rank, and its ranks wait for each other behind them: a rank whose disk is full has to go there
+    before it says so."""
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    arguments = ["-m", "tests.trl.resuming", "zero3", str(model_path(**VARIANT)), str(tmp_path)]
-    run_ranks(arguments, 2, tmp_path / "logs", timeout=300)
+    arguments = ["-m", "tests.trl.resuming", "zero", str(model_path(**VARIANT)), str(tmp_path)]
+    run_ranks(arguments, 2, tmp_path / "logs", timeout=400)
     for rank in (0, 1):
-        report = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert report == {step: [] for step in RESUMED_ON_TWO}
+        for stage, tuned in product((2, 3), ("full", "LoRA")):
+            report = torch.load(tmp_path / f"ZeRO-{stage}, {tuned}" / f"{rank}.pt")
+            assert report == {step: [] for step in RESUMED_ON_TWO}, (stage, tuned)
         message = (tmp_path / f"rank1-full-{rank}.txt").read_text()
         assert "rank 1: OSError: [Errno 28]" in message
         assert f"The last complete checkpoint is {tmp_path}/rank1-full/checkpoint-2" in message
