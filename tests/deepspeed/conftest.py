@@ -1,39 +1,22 @@
 """Fixtures of the tests under DeepSpeed."""
 
-import gc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.deepspeed.compare import is_stopped, reference_of
 from tests.deepspeed.jobs import LAUNCHES
 from tests.deepspeed.launch import Records, run_launch
-from tests.trl.parity import ModelPath, Outcome, save_model, train
+from tests.trl.conftest import model_path
+from tests.trl.parity import ModelPath, Outcome, train
 
-# See `tests/trl/conftest.py`.
-gc.freeze()
+__all__ = ["launched", "model_path", "truth"]
 
 # Launches take 10 to 35 s on two idle cores. A test that hangs is reported with the rank that does.
 TIMEOUT = 300
 
 Launched = Callable[[str], Records]
 Truth = Callable[[str, str], Outcome]
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
-    """`model_path(family, **changes)`: a folder with that tiny model, written once."""
-    written: dict[str, Path] = {}
-
-    def path(family: str = "llama", **changes: Any) -> Path:
-        key = f"{family}-{sorted(changes.items())}"
-        if key not in written:
-            written[key] = save_model(family, tmp_path_factory.mktemp(family), **changes)
-        return written[key]
-
-    return path
 
 
 @pytest.fixture(scope="session")
