@@ -37,12 +37,13 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
 
 
 def main(model: Path, out: Path, stages: str, fault: str) -> None:
-    """Train once per stage in `stages` ("plain", "0" ... "3", separated by commas)."""
+    """Train once per stage in `stages`: "plain" or 0 ... 3, in fp32 or "N bf16", with commas."""
     torch.set_num_threads(1)
     for stage in stages.split(","):
+        number, _, dtype = stage.partition(" ")
         setting = Setting(rewards=(reward(fault),)).but(max_steps=4, ddp_timeout=TIMEOUT_SECONDS)
-        if stage != "plain":
-            setting = setting.but(deepspeed=deepspeed_config(int(stage)))
+        if number != "plain":
+            setting = setting.but(deepspeed=deepspeed_config(int(number)), bf16=dtype == "bf16")
         trainer = make_trainer(setting, model, out, longstraw=True)
         assert isinstance(trainer, LongStrawGRPOTrainer)
         if fault in IN_BACKWARD:

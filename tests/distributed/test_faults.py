@@ -97,8 +97,9 @@ def test_a_reward_function_that_raises_on_one_rank_raises_on_all(
 
 
 def test_a_nan_on_one_rank_skips_the_step_everywhere(model_path: ModelPath, tmp_path: Path) -> None:
-    """In fp32: stock DeepSpeed writes NaN into the weights at stage 0, and says nothing above."""
-    stages = ("plain", "0", "1", "2", "3")
+    """In fp32 stock DeepSpeed writes NaN into the weights at stage 0; elsewhere it skips the step
+    and says nothing."""
+    stages = ("plain", "0", "1", "2", "3", "0 bf16", "1 bf16", "2 bf16", "3 bf16")
     first, second = run(model_path, tmp_path, ",".join(stages), "nan loss")
     for rank in (first, second):
         assert rank.code == 0, rank.log
