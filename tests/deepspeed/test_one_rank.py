@@ -15,7 +15,7 @@ import torch
 
 from tests.deepspeed.one_rank import CELLS, RESULT, jobs
 from tests.trl.parity import TOLERANCE, ModelPath, Outcome, train, worst_parameter
-from tests.trl.ranks import _free_port, _rank_environment
+from tests.trl.ranks import free_port, rank_environment
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Records = Callable[[str], dict[str, dict[str, Any]]]
@@ -29,7 +29,7 @@ def records(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> 
     def on(device: str) -> dict[str, dict[str, Any]]:
         if device not in found:
             out = tmp_path_factory.mktemp(device)
-            environment = _rank_environment(0, 1, _free_port())
+            environment = rank_environment(0, 1, free_port())
             if device == "cuda":
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
                 environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.trl.ranks import _free_port, _rank_environment
+from tests.trl.ranks import free_port, rank_environment
 
 _POLL_SECONDS = 0.05
 
@@ -41,10 +41,10 @@ def run_until_end(
         until: ranks to wait for; the others are ended then.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    port, processes = _free_port(), []
+    port, processes = free_port(), []
     for rank in range(world_size):
         with (logs / f"rank{rank}.log").open("w") as log:
-            environment = _rank_environment(rank, world_size, port)
+            environment = rank_environment(rank, world_size, port)
             command = [sys.executable, *arguments]
             processes.append(
                 subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

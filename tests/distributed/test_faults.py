@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.fault_program import TIMEOUT_SECONDS
 from tests.distributed.processes import Ended, run_until_end
 from tests.trl.parity import ModelPath
-from tests.trl.ranks import _environment
+from tests.trl.ranks import base_environment
 
 PROGRAM = ["-m", "tests.distributed.fault_program"]
 TIMEOUT = 150
@@ -51,7 +51,7 @@ def test_the_survivor_of_a_killed_rank_ends_and_names_it(
 
 def test_a_launcher_is_not_faster_than_the_message(model_path: ModelPath, tmp_path: Path) -> None:
     """`torchrun` ends the other ranks within a tenth of a second after one has died."""
-    environment = _environment()
+    environment = base_environment()
     model = str(model_path(num_hidden_layers=2))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(

@@ -42,14 +42,14 @@ def run_ranks(
     """
     logs.mkdir(parents=True, exist_ok=True)
     paths = [logs / f"rank{rank}.log" for rank in range(world_size)]
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank, path in enumerate(paths):
         with path.open("w") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *arguments],
-                    env=_rank_environment(rank, world_size, port),
+                    env=rank_environment(rank, world_size, port),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -107,8 +107,8 @@ def run_accelerate(
     logs.mkdir(parents=True, exist_ok=True)
     launcher_log = logs / "launcher.log"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", str(_free_port()), "--log_dir", str(logs), "--tee", "3"]
-    environment = {**_environment(), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    command += ["--main_process_port", str(free_port()), "--log_dir", str(logs), "--tee", "3"]
+    environment = {**base_environment(), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     with launcher_log.open("w") as log:
         launcher = subprocess.Popen(
             [*command, *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT
@@ -169,9 +169,10 @@ def _gather_logs(logs: Path, world_size: int) -> list[Path]:
 # -------------------------------------------------------------------- environment
 
 
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What `torchrun` sets for a rank on this machine."""
     return {
-        **_environment(),
+        **base_environment(),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -181,7 +182,8 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _environment() -> dict[str, str]:
+def base_environment() -> dict[str, str]:
+    """This process's environment for a child on the CPU, on one thread and offline."""
     return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -192,7 +194,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
