@@ -45,7 +45,12 @@ class Backend(ABC):
         """Called at the end of each such pass, on every rank."""
 
     def count_writes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """A number that changes when the optimizer writes to parameters: it tells stale state."""
+        """A number that changes when the optimizer writes to parameters: it tells stale state.
+
+        Args:
+            parameters: the trained ones. PEFT swaps frozen expert weights during a forward, which
+                torch counts as writes.
+        """
         return sum(parameter._version for parameter in parameters)
 
     @abstractmethod
