@@ -29,6 +29,10 @@ class StalePromptStateError(PromptStateError):
     """State captured with weights that the policy no longer has."""
 
 
+class PageFileError(PromptStateError, OSError):
+    """A file of captured state that cannot be made, written, or read back as it was written."""
+
+
 class MemoryPlanError(LongStrawError, RuntimeError):
     """State that would not fit the byte budget."""
 

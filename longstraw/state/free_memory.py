@@ -1,14 +1,17 @@
-"""How much memory is left on a device, so that a state is refused before it is begun.
+"""How much is left on a device or a disk, so that a state is refused before it is begun.
 
 Linux ends the process that touches one page too many; an allocator fails in the middle of an
 update. Both are asked here first.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import psutil
 import torch
+
+from ..errors import PageFileError
 
 RESERVED_PART = 20
 """One part in this many of what is free is left alone: for other processes on the host, for the
@@ -17,17 +20,28 @@ allocator's rounding on a GPU. A chunk's graph is not in it; its size is not kno
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-class FreeMemory:
-    """The bytes that this process may still take on one device.
+class _Share:
+    """One rank's part of what is free on a node.
 
-    On the host the ranks of a node take equal shares. A share is set when it is first asked for
-    and only grows after that: ranks do not capture at the same time, and one that comes late would
-    take what the others hold for lost. What is free now bounds it in any case.
+    The ranks of a node take equal shares. A share is set when it is first asked for and only grows
+    after that: ranks do not capture at the same time, and one that comes late would take what the
+    others hold for lost. What is free now bounds it in any case.
     """
+
+    def __init__(self) -> None:
+        self._share = 0
+
+    def of(self, free: int, held: int) -> int:
+        self._share = max(self._share, (free + held) // ranks_on_node())
+        return max(0, min(free, self._share - held))
+
+
+class FreeMemory:
+    """The bytes that this process may still take on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._share = 0
+        self._share = _Share()
 
     def bytes_left(self, held: int) -> int | None:
         """Bytes free for this process beside the `held` ones it has; None if nobody can say."""
@@ -35,10 +49,30 @@ class FreeMemory:
         if free is None:
             return None
         free -= free // RESERVED_PART
-        if self.device.type != "cpu":
-            return free
-        self._share = max(self._share, (free + held) // ranks_on_node())
-        return max(0, min(free, self._share - held))
+        return free if self.device.type != "cpu" else self._share.of(free, held)
+
+
+class FreeDisk:
+    """The bytes that this process may still write to the disk of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._share = _Share()
+
+    def bytes_left(self, held: int) -> int:
+        """Bytes free for this process beside the `held` ones that its files take.
+
+        Raises:
+            PageFileError: the folder is gone.
+        """
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise PageFileError(
+                f"how much is free in {self.folder} cannot be found out: {error}. Make it again, "
+                "or name another folder with spill_dir (longstraw_spill_dir in the trainer)."
+            ) from error
+        return self._share.of(free - free // RESERVED_PART, held)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -9,13 +9,23 @@ import torch
 from torch import Tensor
 
 from .lanes import Event
+from .place import Place
+
+
+def cotangent_dtype_for(dtype: torch.dtype, setting: str) -> torch.dtype:
+    """In what readers add up on pages of `dtype`; `setting` is `EngineConfig.cotangent_dtype`."""
+    if setting == "bfloat16":
+        return torch.bfloat16
+    # Thousands of readers add up here: half precision loses the small ones, see DESIGN.md.
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(eq=False)
 class Page:
     """State of up to S consecutive tokens in one layer.
 
-    A page owns its storage: a view would keep the whole projection it was cut from alive.
+    A page owns its storage: a view would keep the whole projection it was cut from alive. What of
+    it is in a file only stands for itself on the meta device: shapes, and no memory.
 
     Attributes:
         start: absolute position of the first token.
@@ -23,10 +33,12 @@ class Page:
         value: `[B, K, S, Dv]`.
         needs_cotangent: whether readers' backwards leave dL/dkey and dL/dvalue here. False holds
             the page constant.
-        key_cotangent, value_cotangent: what readers have left so far, in fp32 (fp64 for fp64
-            pages); None until the first reader.
+        cotangent_dtype: in what they add up.
+        key_cotangent, value_cotangent: what readers have left so far; None until the first reader.
         written, cotangent_written: the copies to pinned memory that have to be done before key and
             value, or the cotangents, can be read; None where the page was never on its way.
+        fetched: the last copy to a device that read the page.
+        place: where the page lies in a file; None where it stays in memory.
         is_released: whether the store took the page back; its memory may hold another by now.
     """
 
@@ -34,10 +46,13 @@ class Page:
     key: Tensor
     value: Tensor
     needs_cotangent: bool
+    cotangent_dtype: torch.dtype = torch.float32
     key_cotangent: Tensor | None = None
     value_cotangent: Tensor | None = None
     written: Event | None = None
     cotangent_written: Event | None = None
+    fetched: Event | None = None
+    place: Place | None = None
     is_released: bool = False
 
     @property
@@ -54,9 +69,26 @@ class Page:
         return self.start + self.num_tokens
 
     @property
-    def cotangent_dtype(self) -> torch.dtype:
-        # Thousands of readers add up here: half precision would lose the small ones.
-        return torch.float64 if self.key.dtype == torch.float64 else torch.float32
+    def state_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.key.nbytes + self.value.nbytes
+
+    @property
+    def cotangent_bytes(self) -> int:
+        """Bytes that the cotangents take, or would take."""
+        return (self.key.numel() + self.value.numel()) * self.cotangent_dtype.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes with the cotangents that the page has or is expected to have."""
+        has_cotangent = self.needs_cotangent or self.key_cotangent is not None
+        return self.state_bytes + (self.cotangent_bytes if has_cotangent else 0)
+
+    @property
+    def events(self) -> list[Event]:
+        """Behind which no device copies from or to the page's memory."""
+        events = (self.written, self.cotangent_written, self.fetched)
+        return [event for event in events if event is not None]
 
     @property
     def nbytes(self) -> int:

@@ -82,6 +82,29 @@ class PinnedPool:
         self.free_bytes += size * len(buffers)
 
 
+class HostBuffers:
+    """Host memory for pages: pinned once a device reads them, ordinary before.
+
+    Attributes:
+        pool: where the pinned buffers come from.
+    """
+
+    def __init__(self) -> None:
+        self.pool: PinnedPool | None = None
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor."""
+        if self.pool is not None:
+            return self.pool.take(shape, dtype)
+        with torch.inference_mode(False):  # outlives the caller's mode
+            return torch.empty(shape, dtype=dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take back what `take` gave; the next taker writes over it. The caller drops it."""
+        if self.pool is not None:
+            self.pool.give_back(tensor)
+
+
 def _size_class(num_bytes: int) -> int:
     """`num_bytes` rounded up to one of eight steps between powers of two."""
     step = max(2 ** (max(num_bytes, 1).bit_length() - 4), ALIGNMENT)

@@ -17,7 +17,7 @@ Knows pages and lanes; knows nothing of budgets, or of who reads.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -63,15 +63,25 @@ class Staging:
 
     One visit at a time: beginning another ends the one before.
 
+    Args:
+        bring: called before a page is copied, to have it in host memory.
+
     Attributes:
         nbytes: device memory of the slots; the largest page seen sets it.
         peak_bytes: the most it was, sources of copies in flight included.
     """
 
-    def __init__(self, lanes: Lanes, num_slots: int = NUM_SLOTS) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        num_slots: int = NUM_SLOTS,
+        *,
+        bring: Callable[[Page], None] = lambda page: None,
+    ) -> None:
         self.lanes = lanes
         self.nbytes = 0
         self.peak_bytes = 0
+        self._bring = bring
         self._slots = [Slot() for _ in range(num_slots)]
         self._turn = 0
         self._ahead: deque[Slot] = deque()  # on their way, not handed out yet
@@ -113,6 +123,7 @@ class Staging:
                 self._end_visit()
 
     def _fetch(self, page: Page, with_state: bool, with_cotangents: bool) -> None:
+        self._bring(page)
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         self._give_room(slot, page, with_state, with_cotangents)
@@ -126,7 +137,7 @@ class Staging:
                 (slot.key_cotangent, page.key_cotangent),
                 (slot.value_cotangent, page.value_cotangent),
             )
-        slot.arrived = self.lanes.record(Lane.IN)
+        slot.arrived = page.fetched = self.lanes.record(Lane.IN)
         self._ahead.append(slot)
 
     def _wait_until_free(self, slot: Slot) -> None:

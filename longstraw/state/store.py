@@ -3,16 +3,20 @@
 Knows devices, budgets and bytes; knows nothing of layers or segments.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import MemoryPlanError
-from .free_memory import RESERVED_PART, FreeMemory, ranks_on_node
+from ..config import EngineConfig
+from ..errors import ConfigError, MemoryPlanError
+from .free_memory import RESERVED_PART, FreeDisk, FreeMemory, ranks_on_node
 from .lanes import lanes_between
-from .pages import Page
-from .pinned import PinnedPool
+from .page_files import PageFiles
+from .pages import Page, cotangent_dtype_for
+from .pinned import HostBuffers, PinnedPool
+from .spill import Spill
 from .staging import Staging
 
 
@@ -21,31 +25,84 @@ class PageStore:
 
     Pages on the device that reads them are read where they lie. Pages on the host of a GPU lie in
     pinned memory and are copied ahead of their reader, see `Staging`; nothing blocks the process.
+    With a `spill_dir`, pages that exceed the memory lie in files and pass through it, see `Spill`;
+    the process waits only for a disk that is slower than its reader.
 
-    Attributes:
+    Args:
         device: the pages' home.
         page_size: most tokens of one page.
-        budget_bytes: most bytes to hold; None sets no limit beside the memory there is.
+        budget_bytes: most bytes of memory to hold; None sets no limit beside the memory there is.
+        spill_dir: folder for the files of pages that exceed it; None refuses such pages.
+        spill_budget_bytes: most bytes in files; None sets no limit beside what the disk has free.
+        cotangent_dtype: see `EngineConfig`.
+
+    Attributes:
         bytes_in_use, peak_bytes: pages and cotangents held now, and the most so far.
+        peak_memory_bytes, peak_disk_bytes: most of them in memory, and in files.
+
+    Raises:
+        ConfigError: pages cannot go from this device to files.
+        PageFileError: no file can be made in `spill_dir`.
     """
 
     def __init__(
-        self, device: torch.device, page_size: int, budget_bytes: int | None = None
+        self,
+        device: torch.device,
+        page_size: int,
+        budget_bytes: int | None = None,
+        *,
+        spill_dir: str | os.PathLike[str] | None = None,
+        spill_budget_bytes: int | None = None,
+        cotangent_dtype: str = "float32",
     ) -> None:
         self.device = device
         self.page_size = page_size
         self.budget_bytes = budget_bytes
+        self.spill_budget_bytes = spill_budget_bytes
+        self.cotangent_dtype = cotangent_dtype
         self.bytes_in_use = 0
-        self.peak_bytes = 0
+        self.peak_bytes = self.peak_memory_bytes = self.peak_disk_bytes = 0
         self.num_pages = 0
         self._memory = FreeMemory(device)
+        self._buffers = HostBuffers()
         self._stagings: dict[torch.device, Staging | None] = {}
-        self._pool: PinnedPool | None = None
+        self._spill: Spill | None = None
+        if spill_dir is not None:
+            self._spill = self._make_spill(spill_dir)
+            self._disk = FreeDisk(self._spill.files.folder)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, model_device: torch.device) -> "PageStore":
+        """The store that a config asks for, beside a model on `model_device`."""
+        return cls(
+            torch.device("cpu") if config.page_device == "host" else model_device,
+            config.page_size,
+            config.state_budget_bytes,
+            spill_dir=config.spill_dir,
+            spill_budget_bytes=config.spill_budget_bytes,
+            cotangent_dtype=config.cotangent_dtype,
+        )
+
+    def describe(self) -> str:
+        """Where pages are, for logs."""
+        return str(self.device) + (f" and in {self._spill.files.folder}" if self._spill else "")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that pages take now; those that pass to or from files with all parts."""
+        if self._spill is None:
+            return self.bytes_in_use
+        return self.bytes_in_use - self.disk_bytes + self._spill.passing_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of pages that lie in files."""
+        return self._spill.disk_bytes if self._spill is not None else 0
 
     @property
     def pinned_bytes(self) -> int:
         """Pinned memory held for pages: what is in use, and what is kept for the next ones."""
-        return self._pool.num_bytes if self._pool is not None else 0
+        return self._buffers.pool.num_bytes if self._buffers.pool is not None else 0
 
     @property
     def staging_bytes(self) -> int:
@@ -59,25 +116,25 @@ class PageStore:
 
         Key and value may be dropped, but not written to, as soon as this returns.
         """
-        staging, pool = self._staging(key.device), self._pool
+        staging = self._staging(key.device)
         key, value = key.detach(), value.detach()
-        pages, copies = [], []
-        for offset in range(0, key.shape[-2], self.page_size):
-            run = slice(offset, offset + self.page_size)
-            views = key[..., run, :], value[..., run, :]
-            if staging is None or pool is None:
-                tensors = [self._own(view) for view in views]
-            else:
-                tensors = [pool.take(view.shape, view.dtype) for view in views]
-                copies += zip(tensors, views, strict=True)
-            page = Page(start + offset, tensors[0], tensors[1], needs_cotangent)
-            self._account(page.nbytes)
-            pages.append(page)
-        self.num_pages += len(pages)
-        if staging is not None and copies:
-            written = staging.write(copies)
-            for page in pages:
-                page.written = written
+        # On their way to files page by page: the first may have to leave before the last has room.
+        at_once = staging is not None and self._spill is None
+        pages: list[Page] = []
+        try:
+            for offset in range(0, key.shape[-2], self.page_size):
+                run = slice(offset, offset + self.page_size)
+                page = self._new_page(
+                    key[..., run, :], value[..., run, :], start + offset, needs_cotangent
+                )
+                pages.append(page)
+                if not at_once:
+                    self._fill([page], staging)
+            if at_once:
+                self._fill(pages, staging)
+        except BaseException:
+            self.release(pages)  # nobody else knows of them
+            raise
         return pages
 
     def read(
@@ -96,11 +153,13 @@ class PageStore:
             with_cotangents: the reader will call `add_cotangent` for pages that need it.
         """
         staging = self._staging(device)
+        assert not any(page.is_released for page in pages), "a page was read after its release"
+        self._begin_visit(pages, with_state=True, with_cotangents=with_cotangents)
         if staging is None:
             for page in pages:
+                self._bring(page)
                 yield page, *page.read(device, dtype)
             return
-        assert not any(page.is_released for page in pages), "a page was read after its release"
         for slot in staging.visit(pages, with_state=True, with_cotangents=with_cotangents):
             assert slot.page is not None and slot.key is not None and slot.value is not None
             yield slot.page, slot.key.to(dtype), slot.value.to(dtype)
@@ -116,11 +175,11 @@ class PageStore:
             page.is_released = True
             self.bytes_in_use -= page.nbytes
             self.num_pages -= 1
-            if self._pool is None:
-                continue
+            if self._spill is not None:
+                self._spill.release(page)
             for tensor in (page.key, page.value, page.key_cotangent, page.value_cotangent):
-                if tensor is not None:
-                    self._pool.give_back(tensor)
+                if tensor is not None and not tensor.is_meta:
+                    self._buffers.give_back(tensor)
         if self.num_pages == 0:
             for staging in self._active_stagings():
                 staging.free()
@@ -132,7 +191,9 @@ class PageStore:
 
         Where pages are staged, the page is the one that `read` has handed out.
         """
-        if page.key_cotangent is None or page.value_cotangent is None:
+        if self._spill is not None:
+            self._spill.prepare_change(page)
+        if page.key_cotangent is None:
             before = page.nbytes
             page.key_cotangent = self._empty_cotangent(page, page.key)
             page.value_cotangent = self._empty_cotangent(page, page.value)
@@ -140,9 +201,14 @@ class PageStore:
         staging = self._staging(key_grad.device)
         if staging is not None:
             staging.add_cotangent(page, key_grad, value_grad)
-            return
-        page.key_cotangent += key_grad.to(self.device, page.cotangent_dtype)
-        page.value_cotangent += value_grad.to(self.device, page.cotangent_dtype)
+        else:
+            sums = ((page.key_cotangent, key_grad), (page.value_cotangent, value_grad))
+            for target, gradient in sums:
+                assert target is not None
+                # Rounded once, to the cotangents' dtype, when the sum is made.
+                target += gradient.to(self.device)
+        if page.place is not None and self._spill is not None:
+            self._spill.changed(page, page.place.cotangents)
 
     def join_cotangents(
         self, pages: Sequence[Page], key: Tensor, value: Tensor
@@ -153,34 +219,97 @@ class PageStore:
             key, value: `[B, K, T, D]`, the tokens of the pages; shape, device and dtype count.
         """
         staging = self._staging(key.device)
-        if staging is None:
-            cotangents = zip(*(page.cotangents() for page in pages), strict=True)
-            joined = [
-                torch.cat([part.to(like.device, like.dtype) for part in parts], dim=-2)
-                for parts, like in zip(cotangents, (key, value), strict=True)
-            ]
-            return joined[0], joined[1]
         left = [page for page in pages if page.key_cotangent is not None]
+        self._begin_visit(left, with_state=False, with_cotangents=True)
         make = torch.empty_like if len(left) == len(pages) else torch.zeros_like
         joined = [
             make(like.detach(), memory_format=torch.contiguous_format) for like in (key, value)
         ]
-        for slot in staging.visit(left, with_state=False, with_cotangents=True):
-            assert slot.page is not None
-            first = slot.page.start - pages[0].start
-            run = slice(first, first + slot.page.num_tokens)
-            staging.take_cotangent(joined[0][..., run, :], joined[1][..., run, :])
+
+        def targets(page: Page) -> tuple[Tensor, Tensor]:
+            first = page.start - pages[0].start
+            run = slice(first, first + page.num_tokens)
+            return joined[0][..., run, :], joined[1][..., run, :]
+
+        if staging is None:
+            for page in left:
+                self._bring(page)
+                for target, source in zip(targets(page), page.cotangents(), strict=True):
+                    target.copy_(source)
+        else:
+            for slot in staging.visit(left, with_state=False, with_cotangents=True):
+                assert slot.page is not None
+                staging.take_cotangent(*targets(slot.page))
         return joined[0], joined[1]
 
     def _empty_cotangent(self, page: Page, like: Tensor) -> Tensor:
-        if self._pool is not None:  # the first reader writes it whole
-            return self._pool.take(like.shape, page.cotangent_dtype)
-        return torch.zeros_like(like, dtype=page.cotangent_dtype)
+        if self._buffers.pool is not None:  # the first reader writes it whole
+            return self._buffers.take(like.shape, page.cotangent_dtype)
+        return torch.zeros(like.shape, dtype=page.cotangent_dtype, device=self.device)
+
+    # ---------------------------------------------------------------- new pages
+
+    def _new_page(self, key: Tensor, value: Tensor, start: int, needs_cotangent: bool) -> Page:
+        """A page that has room, and views of what it will hold."""
+        dtype = cotangent_dtype_for(key.dtype, self.cotangent_dtype)
+        page = Page(start, key, value, needs_cotangent, dtype)
+        if self._spill is not None:
+            if self._spill.limit_bytes is None:
+                self._set_limits(self._spill)
+            self._spill.admit(page)
+        self.num_pages += 1
+        self._account(page.nbytes)
+        return page
+
+    def _fill(self, pages: Sequence[Page], staging: Staging | None) -> None:
+        """Give new pages memory of their own, and copy into it what they view."""
+        if staging is None:
+            for page in pages:
+                page.key, page.value = self._own(page.key), self._own(page.value)
+        else:
+            copies = []
+            for page in pages:
+                views = page.key, page.value
+                page.key = self._buffers.take(page.key.shape, page.key.dtype)
+                page.value = self._buffers.take(page.value.shape, page.value.dtype)
+                copies += zip((page.key, page.value), views, strict=True)
+            written = staging.write(copies)
+            for page in pages:
+                page.written = written
+        if self._spill is not None:
+            for page in pages:
+                if page.place is not None:
+                    self._spill.changed(page, page.place.state)
+
+    def _own(self, view: Tensor) -> Tensor:
+        # .copy(): `to` alone would return the view itself when nothing changes.
+        return view.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    # ---------------------------------------------------------------- files
+
+    def _make_spill(self, folder: str | os.PathLike[str]) -> Spill:
+        if self.device.type != "cpu":
+            raise ConfigError(
+                f"spill_dir={str(folder)!r} (longstraw_spill_dir in the trainer) keeps pages in "
+                f"files that exceed host memory, and the pages are on {self.device}. Put them on "
+                "the host: page_device='host' (longstraw_page_device)."
+            )
+        return Spill(PageFiles(folder), self._buffers)
+
+    def _begin_visit(self, pages: Sequence[Page], **parts: bool) -> None:
+        if self._spill is not None:
+            self._spill.begin_visit(pages, **parts)
+
+    def _bring(self, page: Page) -> None:
+        """Have the page in host memory."""
+        if self._spill is not None:
+            self._spill.bring(page)
+            self._note_peaks()
 
     # ---------------------------------------------------------------- bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more stay within the budget and within the memory there is."""
+        """Whether `num_bytes` more stay within the budgets and within the room there is."""
         return self._shortage(num_bytes) is None
 
     def require(self, num_bytes: int, what: str) -> None:
@@ -200,16 +329,15 @@ class PageStore:
         """What `num_bytes` more would exceed, and what else would help there; None if they fit."""
         if num_bytes <= 0:
             return None
+        if self._spill is not None:
+            return self._shortage_of_all(self._spill, num_bytes)
         if self.budget_bytes is not None and self.bytes_in_use + num_bytes > self.budget_bytes:
             return (
                 f"the budget is {self.budget_bytes:,}. Raise state_budget_bytes "
                 "(longstraw_state_budget_gib in the trainer), put pages on the host "
-                "(page_device='host')"
+                "(page_device='host') or the rest in files (spill_dir)"
             )
-        left = self._bytes_left()
-        if left is not None and num_bytes > left and self._pool is not None:
-            self._trim(self._pool)
-            left = self._bytes_left()
+        left = self._bytes_left(num_bytes)
         if left is None or num_bytes <= left:
             return None
         if self.device.type != "cpu":
@@ -219,15 +347,48 @@ class PageStore:
             )
         return (
             f"the host has {left:,} left for this process, one of {ranks_on_node()} on the node, a "
-            f"{RESERVED_PART}th of the available memory kept in reserve. Run fewer ranks per node "
-            "or give the job more memory"
+            f"{RESERVED_PART}th of the available memory kept in reserve. Run fewer ranks per node, "
+            "give the job more memory, or put the rest in files (spill_dir)"
         )
 
-    def _bytes_left(self) -> int | None:
-        if self._pool is None:
-            return self._memory.bytes_left(self.bytes_in_use)
-        left = self._memory.bytes_left(self._pool.num_bytes)
-        return None if left is None else left + self._pool.free_bytes
+    def _shortage_of_all(self, spill: Spill, num_bytes: int) -> str | None:
+        """As `_shortage`, where files take what memory does not."""
+        self._set_limits(spill)
+        in_memory, on_disk = spill.limit_bytes, spill.disk_limit_bytes
+        if in_memory is None or on_disk is None:
+            return None
+        in_memory = max(0, in_memory - spill.reserved_bytes)
+        if self.bytes_in_use + num_bytes <= in_memory + on_disk:
+            return None
+        return (
+            f"host memory can hold {in_memory:,} of them and files in {spill.files.folder} "
+            f"{on_disk:,}. Raise state_budget_bytes and spill_budget_bytes "
+            "(longstraw_state_budget_gib and longstraw_spill_budget_gib in the trainer) if the "
+            "machine has more, name a larger disk with spill_dir (longstraw_spill_dir)"
+        )
+
+    def _set_limits(self, spill: Spill) -> None:
+        """Most bytes in memory and in files: the user's, or what there is if that is less."""
+        free = self._bytes_left()
+        found = None if free is None else self.memory_bytes + free
+        limits = [limit for limit in (self.budget_bytes, found) if limit is not None]
+        spill.limit_bytes = min(limits, default=None)
+        written = spill.files.allocated_bytes
+        # Slots that are free again count as free, what is not written yet as taken.
+        on_disk = self._disk.bytes_left(written) + written
+        spill.disk_limit_bytes = min(on_disk, self.spill_budget_bytes or on_disk)
+
+    def _bytes_left(self, wanted: int = 0) -> int | None:
+        """Memory left for pages; to find `wanted`, buffers kept for the next pages are given up."""
+        pool = self._buffers.pool
+        left = self._memory.bytes_left(self.memory_bytes if pool is None else pool.num_bytes)
+        if pool is None or left is None:
+            return left
+        if wanted > left + pool.free_bytes:
+            self._trim(pool)
+            left = self._memory.bytes_left(pool.num_bytes)
+            assert left is not None
+        return left + pool.free_bytes
 
     def _trim(self, pool: PinnedPool) -> None:
         """Unlock buffers kept for pages of sizes that do not come again."""
@@ -239,18 +400,19 @@ class PageStore:
         """What brings pages to `device`; None where they are read as they lie."""
         if device not in self._stagings:
             lanes = lanes_between(self.device, device)
-            self._stagings[device] = None if lanes is None else Staging(lanes)
-            if lanes is not None and self._pool is None:
-                self._pool = PinnedPool(lanes.pinned_bytes)
+            self._stagings[device] = None if lanes is None else Staging(lanes, bring=self._bring)
+            if lanes is not None and self._buffers.pool is None:
+                self._buffers.pool = PinnedPool(lanes.pinned_bytes)
         return self._stagings[device]
 
     def _active_stagings(self) -> list[Staging]:
         return [staging for staging in self._stagings.values() if staging is not None]
 
-    def _own(self, view: Tensor) -> Tensor:
-        # .copy(): `to` alone would return the view itself when nothing changes.
-        return view.to(self.device, copy=True, memory_format=torch.contiguous_format)
-
     def _account(self, num_bytes: int) -> None:
         self.bytes_in_use += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
+        self._note_peaks()
+
+    def _note_peaks(self) -> None:
+        self.peak_memory_bytes = max(self.peak_memory_bytes, self.memory_bytes)
+        self.peak_disk_bytes = max(self.peak_disk_bytes, self.disk_bytes)
