@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .distributed import RankWatch
     from .distributed.launch import check_ranks, connect_cpu_ranks, launched_ranks
-    from .engine import Engine, FinalizeReport, GroupScores, UpdateReport
+    from .engine import Engine, FinalizeReport, UpdateReport
     from .errors import (
         ConfigError,
         DataError,
         LongStrawError,
         MemoryPlanError,
+        PageFileError,
         PromptStateError,
         RankLostError,
         RanksAbortedError,
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
         StalePromptStateError,
         UnsupportedModelError,
     )
+    from .members import GroupScores
     from .models import SERVED_FAMILIES, RouterSums, load_balancing_loss
-    from .rollout import generate
+    from .rollout import generate, generate_rows
     from .segments import PromptGroup, Segment
 
 __version__ = "0.1.0"
@@ -52,9 +54,10 @@ _HOME = {
     "DataError": "errors",
     "Engine": "engine",
     "EngineConfig": "config",
-    "GroupScores": "engine",
+    "GroupScores": "members",
     "LongStrawError": "errors",
     "MemoryPlanError": "errors",
+    "PageFileError": "errors",
     "PromptGroup": "segments",
     "PromptStateError": "errors",
     "RouterSums": "models",
@@ -64,6 +67,7 @@ _HOME = {
     "UnsupportedModelError": "errors",
     "UpdateReport": "engine",
     "generate": "rollout",
+    "generate_rows": "rollout",
     "load_balancing_loss": "models",
 }
 
@@ -79,6 +83,7 @@ __all__ = [
     "GroupScores",
     "LongStrawError",
     "MemoryPlanError",
+    "PageFileError",
     "PromptGroup",
     "PromptStateError",
     "RankLostError",
@@ -95,6 +100,7 @@ __all__ = [
     "check_ranks",
     "connect_cpu_ranks",
     "generate",
+    "generate_rows",
     "launched_ranks",
     "load_balancing_loss",
     "prepare_deepspeed",

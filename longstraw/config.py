@@ -1,6 +1,7 @@
 """The engine's settings: what a user wrote, validated once."""
 
 import difflib
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from .errors import ConfigError
 PROMPT_GRADIENTS = ("exact", "stopped")
 ATTENTION_IMPLS = ("auto", "reference", "torch_flash")
 PAGE_DEVICES = ("model", "host")
+COTANGENT_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,23 @@ class EngineConfig:
         chunk_size: tokens run at a time. Bounds the graph that exists during a backward; larger
             chunks read the pages before them less often.
         page_size: tokens per page of captured state, the unit that is read and moved.
-        replay_batch: responses of one prompt replayed (and scored) together, right-padded.
+        replay_batch: most responses of one prompt replayed (and scored) together, right-padded.
+            None: as many as fit `chunk_size` tokens, whose graph is that of a chunk of the prompt.
+        min_shared_tokens: fewest tokens that several prompts, or several responses to one, begin
+            with for which these are captured once and shared; each shared run is a pass of its own.
+            What is captured already is shared whatever its length.
         page_device: where pages live: "model" (the model's device) or "host" memory.
         state_budget_bytes: most bytes that captured state and its cotangents may take; None sets
             no limit. States that can be captured again are dropped first, an update that still
             does not fit raises `MemoryPlanError` before it starts.
+        spill_dir: folder on a local disk for files of the pages that exceed `state_budget_bytes`,
+            or without it the host's free memory; None refuses what exceeds it. Takes pages that
+            are on the host.
+        spill_budget_bytes: most bytes that these files may take; None sets no limit beside what is
+            free there.
+        cotangent_dtype: what readers leave on pages adds up in "float32" (fp64 for fp64 pages) or
+            in "bfloat16", which takes half and rounds at each reader: the one option here that
+            changes an exact gradient.
         logprob_chunk_size: rows whose `[rows, V]` logits exist at a time.
         attention: "auto" takes the fastest implementation that can compute each block.
         temperature: logits are divided by it before the softmax, as TRL does.
@@ -41,9 +55,13 @@ class EngineConfig:
     prompt_gradient: Literal["exact", "stopped"] = "exact"
     chunk_size: int = 2048
     page_size: int = 512
-    replay_batch: int = 1
+    replay_batch: int | None = None
+    min_shared_tokens: int = 256
     page_device: Literal["model", "host"] = "model"
     state_budget_bytes: int | None = None
+    spill_dir: str | None = None
+    spill_budget_bytes: int | None = None
+    cotangent_dtype: Literal["float32", "bfloat16"] = "float32"
     logprob_chunk_size: int = 256
     attention: str = "auto"
     temperature: float = 1.0
@@ -57,8 +75,17 @@ class EngineConfig:
         _one_of("prompt_gradient", self.prompt_gradient, PROMPT_GRADIENTS)
         _one_of("attention", self.attention, ATTENTION_IMPLS)
         _one_of("page_device", self.page_device, PAGE_DEVICES)
-        for name in ("chunk_size", "page_size", "replay_batch", "logprob_chunk_size"):
+        _one_of("cotangent_dtype", self.cotangent_dtype, COTANGENT_DTYPES)
+        for name in (
+            "chunk_size",
+            "page_size",
+            "replay_batch",
+            "min_shared_tokens",
+            "logprob_chunk_size",
+        ):
             value = getattr(self, name)
+            if name == "replay_batch" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed.")
         if not self.temperature > 0:
@@ -66,11 +93,20 @@ class EngineConfig:
                 f"temperature={self.temperature!r}: log-probs are those of logits / temperature, "
                 "so a positive number is needed."
             )
-        if self.state_budget_bytes is not None and self.state_budget_bytes <= 0:
+        for name in ("state_budget_bytes", "spill_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(
+                    f"{name}={value!r}: give the bytes that captured state may take, or None for "
+                    "no limit."
+                )
+        if self.spill_dir is None and self.spill_budget_bytes is not None:
             raise ConfigError(
-                f"state_budget_bytes={self.state_budget_bytes!r}: give the bytes that captured "
-                "state may take, or None for no limit."
+                f"spill_budget_bytes={self.spill_budget_bytes!r} limits files, and without "
+                "spill_dir there are none. Name a folder, or leave the budget out."
             )
+        if self.spill_dir is not None and not os.fspath(self.spill_dir):
+            raise ConfigError("spill_dir='': name a folder, or None to keep all pages in memory.")
 
     @property
     def needs_prompt_backward(self) -> bool:

@@ -19,35 +19,18 @@ from torch import Tensor, nn
 from longstraw_kernels.page_attention import available_impl
 
 from .backends import Backend, TorchBackend
+from .branches import Branch, grow_branches
+from .captured import CapturedSegments
 from .config import EngineConfig
 from .distributed import LockStep, Pass, RankWatch
 from .errors import ConfigError, StalePromptStateError
 from .gradient_gap import GradientGap
 from .ledger import Ledger
-from .models import Decoder, PolicyVersion, RouterSums, TokenCotangents
+from .members import GroupScores, MemberPasses
+from .models import Decoder, PolicyVersion, RouterSums
 from .passes import SegmentLoss, SegmentPasses
-from .prompts import CapturedPrompts
 from .segments import PromptGroup, Segment
 from .state import PageStore, SegmentState
-
-
-@dataclass(frozen=True)
-class GroupScores:
-    """Values of one group's members, right-padded with zeros.
-
-    Attributes:
-        logps: `[G, R]`, log-probability of each response token.
-        entropies: `[G, R]`, entropy of the distribution it was drawn from.
-        router: routing sums `[G, X]` of each member's prompt and response, or None.
-    """
-
-    logps: Tensor
-    entropies: Tensor
-    router: RouterSums | None = None
-
-    def leaves(self) -> list[Tensor]:
-        """The tensors a loss may differentiate."""
-        return [self.logps, self.entropies] + ([self.router.probs] if self.router else [])
 
 
 @dataclass(frozen=True)
@@ -122,12 +105,11 @@ class Engine:
             allow_extrapolation=self.config.allow_extrapolation,
             autocast=autocast,
             fp32_head=self.config.fp32_head,
+            cotangent_dtype=self.config.cotangent_dtype,
             device=device,
         )
-        on_host = self.config.page_device == "host"
-        home = torch.device("cpu") if on_host else self.decoder.device
-        self.store = PageStore(home, self.config.page_size, self.config.state_budget_bytes)
-        self.prompts = CapturedPrompts(self.store)
+        self.store = PageStore.from_config(self.config, self.decoder.device)
+        self.captured = CapturedSegments(self.store)
         self.backend = backend or TorchBackend()
         self._timeout_seconds = timeout_seconds
         self._meet_ranks()
@@ -136,6 +118,9 @@ class Engine:
         )
         self._passes = SegmentPasses(
             self.decoder, self.store, self.backend, self.lockstep, self.config
+        )
+        self._members = MemberPasses(
+            self.decoder, self.captured, self._passes, self.ledger, self.config
         )
         self._gap = GradientGap()
         self._step = 0
@@ -179,7 +164,7 @@ class Engine:
         return (
             f"{decoder.family.model_type} on {device}, {config.prompt_gradient} prompt gradient, "
             f"chunks of {config.chunk_size:,} tokens, pages of {config.page_size:,} on "
-            f"{self.store.device}, {per_token:,} bytes of state per prompt token, "
+            f"{self.store.describe()}, {per_token:,} bytes of state per prompt token, "
             f"attention {attention}, {self.backend.describe(decoder.trainable_parameters())}"
         )
 
@@ -208,18 +193,19 @@ class Engine:
             self.backend.begin_update(parameters)
             with self.lockstep.together("capture and scoring"):
                 states = self._capture_all(groups, for_backward=True)
-                scores = [self._score(s, g) for s, g in zip(states, groups, strict=True)]
+                scores = [self._members.score(s, g) for s, g in zip(states, groups, strict=True)]
             with self.lockstep.together("the loss", has_collectives=True):
                 loss, losses = self._differentiate(loss_of, scores)
             with self.lockstep.together("replay"):
                 replayed = 0
                 for state, group, cotangents in zip(states, groups, losses, strict=True):
-                    replayed += self._replay(state, group, cotangents)
+                    self._check_fresh(state)
+                    replayed += self._members.replay(state, group, cotangents)
                 # After all replays: groups with the same prompt share its state. The last decides.
-                is_complete = {s: g.is_complete for s, g in zip(states, groups, strict=True)}
-                for state in is_complete:
-                    if is_complete[state]:
-                        self._finish_prompt(state)
+                for state, group in zip(states, groups, strict=True):
+                    state.awaits_members = not group.is_complete
+                for state in dict.fromkeys(states):
+                    self._finish_prompt(state)
         total = sum(len(group.completion_ids) for group in groups)
         return UpdateReport(loss, replayed, total - replayed)
 
@@ -232,8 +218,8 @@ class Engine:
         with self.decoder.attached(), self._all_or_nothing():
             self.backend.begin_update(parameters)
             with self.lockstep.together("prompt backward"):
-                for state in self.prompts.pending():
-                    self._finish_prompt(state)
+                while pending := self.captured.pending():
+                    self._run_prompt_backward(pending[0])
                 if self.backend.needs_anchor and not self.backend.has_gradient:
                     # Nobody had an advantage: the optimizer still needs a gradient, of zeros.
                     self._passes.run_idle(Pass.BACKWARD)
@@ -252,8 +238,8 @@ class Engine:
         except BaseException:
             self.backend.discard(self.decoder.trainable_parameters())
             self._gap.forget()
-            for state in self.prompts.states():
-                self.prompts.drop(state)
+            for state in self.captured.states():
+                self.captured.drop(state)
             raise
 
     @contextmanager
@@ -265,49 +251,99 @@ class Engine:
     def weights_changed(self) -> None:
         """Say that the weights were updated: every captured state is stale and freed."""
         self._step += 1
-        self.prompts.drop_stale(self.policy_version)
+        self.captured.drop_stale(self.policy_version)
 
     def release(self, prompt_ids: Tensor | None = None) -> None:
         """Free the state of one prompt, or of all that wait for no backward."""
-        states = self.prompts.states()
-        if prompt_ids is not None:
-            held = self.prompts.find(prompt_ids, self.policy_version)
-            states = [] if held is None else [held]
-        for state in states:
-            if not state.has_cotangent:
-                self.prompts.drop(state)
+        if prompt_ids is None:
+            self.captured.drop_unused()
+            return
+        held = self.captured.find(prompt_ids.cpu(), self.policy_version)
+        if held is not None:
+            self.captured.release(held)
 
     # ---------------------------------------------------------------- 1. capture
 
-    def capture(self, prompt_ids: Tensor) -> SegmentState:
+    def capture(self, prompt_ids: Tensor, keep: Sequence[SegmentState] = ()) -> SegmentState:
         """The state of `prompt_ids[:-1]` under the current weights, captured if it is not held.
+
+        What it has in common with a held state is not run again; the rest continues that.
 
         Args:
             prompt_ids: `[P]` on the model's device.
-        """
-        return self._capture(prompt_ids, keep=())
+            keep: states that are not dropped to make room.
 
-    def _capture(self, prompt_ids: Tensor, keep: tuple[SegmentState, ...]) -> SegmentState:
-        """As `capture`; the states in `keep` are not dropped to make room."""
-        version = self.policy_version
-        held = self.prompts.find(prompt_ids, version)
+        Raises:
+            MemoryPlanError: the state would not fit.
+        """
+        self.decoder.check_positions(prompt_ids.numel())
+        on_cpu, version = prompt_ids.cpu(), self.policy_version
+        held = self.captured.find(on_cpu, version)
         if held is not None:
             return held
-        self.decoder.check_positions(prompt_ids.numel())
-        segment = Segment(prompt_ids[None, :-1], (prompt_ids.numel() - 1,))
-        self.prompts.make_room(self.decoder.state_bytes(segment.num_tokens, False), keep)
+        path = self.captured.path(on_cpu, version)
+        parent = path[-1] if path else None
+        start = parent.segment.end if parent is not None else 0
+        return self._capture_run(prompt_ids[start:-1], parent, keep)
+
+    def _capture_run(
+        self, token_ids: Tensor, parent: SegmentState | None, keep: Sequence[SegmentState] = ()
+    ) -> SegmentState:
+        """The state of `token_ids` `[T]` behind `parent`."""
+        start = parent.segment.end if parent is not None else 0
+        segment = Segment(token_ids[None], (token_ids.numel(),), start)
+        kept = keep if parent is None else (*keep, parent)
+        self.captured.make_room(self.decoder.state_bytes(segment.num_tokens, False), kept)
         state = self._passes.new_state(
-            segment, version, needs_cotangent=self.config.needs_prompt_backward
+            segment,
+            self.policy_version,
+            parent,
+            needs_cotangent=self.config.needs_prompt_backward,
         )
         with ExitStack() as undo:
             undo.callback(state.free)
             with self.decoder.attached(), self.ledger.phase("capture", segment.num_tokens) as bar:
                 self._passes.capture(state, bar)
             undo.pop_all()
+        self.captured.hold(state)
         self.ledger.num_captures += 1
-        self._note_bytes()
-        self.prompts.hold(state)
+        self.ledger.note_state(self.store.peak_bytes)
         return state
+
+    def capture_shared(self, prompts: Sequence[Tensor]) -> None:
+        """Capture what several prompts begin with, so that it is run once for all of them.
+
+        Runs of at least `min_shared_tokens` count. The rest of each prompt, captured later,
+        continues them.
+
+        Args:
+            prompts: each `[P]` on the model's device.
+        """
+        version = self.policy_version
+        branches = grow_branches(
+            [prompt.cpu() for prompt in prompts],
+            min_shared=self.config.min_shared_tokens,
+            candidates=[s for s in self.captured.roots() if s.policy_version == version],
+            held=self.captured.children,
+        )
+        for branch in branches:
+            self._capture_inner(branch, None, prompts)
+
+    def _capture_inner(
+        self, branch: Branch, parent: SegmentState | None, prompts: Sequence[Tensor]
+    ) -> None:
+        if not branch.is_inner:
+            return
+        state = branch.state
+        if state is None:
+            run = prompts[branch.members[0]][branch.start : branch.stop]
+            state = self._capture_run(run, parent)
+            # Unless it is all that one of them captures, no members of its own will come.
+            state.awaits_members = any(
+                prompts[i].numel() - 1 == branch.stop for i in branch.members
+            )
+        for child in branch.children:
+            self._capture_inner(child, state, prompts)
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -322,26 +358,31 @@ class Engine:
         for group in groups:
             longest = max((ids.numel() for ids in group.completion_ids), default=0)
             self.decoder.check_positions(group.prompt_len + longest)
+        self.capture_shared([group.prompt_ids for group in groups])
         states: list[SegmentState] = []
         for group in groups:
-            states.append(self._capture(group.prompt_ids, keep=tuple(states)))
-        needed, tokens = self._response_bytes(groups, for_backward), 0
+            states.append(self.capture(group.prompt_ids, keep=states))
+        tokens = 0
         if for_backward and self.config.needs_prompt_backward:
-            tokens = sum(s.segment.num_tokens for s in set(states) if not s.has_cotangent)
-            needed += self.decoder.state_bytes(tokens, True)
-            needed -= self.decoder.state_bytes(tokens, False)
-        self.prompts.make_room(needed, keep=tuple(states))
-        what = f"an update (cotangents of {tokens:,} prompt tokens, pages of the longest responses)"
-        self.store.require(needed, what)
-        return states
+            # What prompts share is in the lineage of each.
+            lineage = {s for state in states for s in state.lineage()}
+            tokens = sum(s.segment.num_tokens for s in lineage if not s.has_cotangent)
 
-    def _response_bytes(self, groups: Sequence[PromptGroup], for_backward: bool) -> int:
-        """State that responses longer than a chunk hold while they are run; one batch at a time."""
-        lengths = [ids.numel() for group in groups for ids in group.completion_ids]
-        num_inputs = max(lengths, default=0) + self.config.router_statistics  # see `members`
-        chunks_kept = max(num_inputs - 1, 0) // self.config.chunk_size
-        tokens = self.config.replay_batch * chunks_kept * self.config.chunk_size
-        return self.decoder.state_bytes(tokens, for_backward)
+        def needed() -> int:
+            # Asked again after each drop: a turn that is dropped will be run with its members.
+            cotangents = self.decoder.state_bytes(tokens, True)
+            cotangents -= self.decoder.state_bytes(tokens, False)
+            beside = [
+                self._members.state_bytes(state, group, for_backward)
+                for state, group in zip(states, groups, strict=True)
+            ]
+            passing = max((passing for _, passing in beside), default=0)
+            return cotangents + sum(shared for shared, _ in beside) + passing
+
+        self.captured.drop_unused(lambda: self.store.fits(needed()), keep=states)
+        what = f"an update (cotangents of {tokens:,} prompt tokens, pages of the longest responses)"
+        self.store.require(needed(), what)
+        return states
 
     # ---------------------------------------------------------------- 2. score
 
@@ -349,51 +390,7 @@ class Engine:
         """Log-probs and entropies of a group's responses, without a graph. Collective."""
         with self.decoder.attached(), self.lockstep.together("scoring"):
             (state,) = self._capture_all([group], for_backward=False)
-            return self._score(state, group)
-
-    def _score(self, state: SegmentState, group: PromptGroup) -> GroupScores:
-        num_members = len(group.completion_ids)
-        width = max((ids.numel() for ids in group.completion_ids), default=0)
-        dtype = torch.float64 if self.decoder.base.dtype == torch.float64 else torch.float32
-        logps = torch.zeros(num_members, width, dtype=dtype, device=self.decoder.device)
-        entropies, router = torch.zeros_like(logps), []
-        for batch, segment, targets in self._batches(group, self._scored_members(group)):
-            child = self._passes.new_state(
-                segment, state.policy_version, state, needs_cotangent=False
-            )
-            with ExitStack() as undo:
-                undo.callback(child.free)
-                with self.ledger.phase("score", segment.token_ids.numel()) as bar:
-                    scores = self._passes.score(child, targets, bar)
-            columns = min(width, segment.num_tokens)
-            logps[batch, :columns] = scores.logps[:, :columns]
-            entropies[batch, :columns] = scores.entropies[:, :columns]
-            if child.router is not None:
-                both = child.router if state.router is None else state.router + child.router
-                router.append(both.detach())
-        scored = [i for i in range(num_members) if group.completion_ids[i].numel()]
-        if scored:
-            # One distribution, the one after the prompt. Run with each member it comes out with
-            # other last bits, and a threshold on entropies that falls on it would split the group.
-            entropies[scored, 0] = entropies[scored[0], 0].clone()
-        return GroupScores(logps, entropies, RouterSums.cat(router) if router else None)
-
-    def _scored_members(self, group: PromptGroup) -> list[int]:
-        every = range(len(group.completion_ids))
-        if self.config.router_statistics:
-            return list(every)  # an empty response still routes the prompt
-        return [i for i in every if group.completion_ids[i].numel()]
-
-    def _batches(
-        self, group: PromptGroup, members: Sequence[int]
-    ) -> list[tuple[list[int], Segment, Tensor]]:
-        """Members `replay_batch` at a time, as input segment and targets."""
-        batches = []
-        for first in range(0, len(members), self.config.replay_batch):
-            batch = list(members[first : first + self.config.replay_batch])
-            segment = group.members(batch, keep_last_token=self.config.router_statistics)
-            batches.append((batch, segment, group.targets(batch, segment.num_tokens)))
-        return batches
+            return self._members.score(state, group)
 
     # ---------------------------------------------------------------- 3. loss
 
@@ -417,44 +414,6 @@ class Engine:
 
     # ---------------------------------------------------------------- 4. replay
 
-    def _replay(self, state: SegmentState, group: PromptGroup, cotangents: GroupScores) -> int:
-        """Backward of each member that has a gradient; returns how many had."""
-        self._check_fresh(state)
-        router = None if cotangents.router is None else cotangents.router.probs
-        has_entropies = bool(cotangents.entropies.any())
-        needed = cotangents.logps.ne(0).any(1) | cotangents.entropies.ne(0).any(1)
-        if router is not None:
-            needed = needed | router.ne(0).any(1)
-            self._add_router_cotangent(state, router)
-        members = [i for i in self._scored_members(group) if bool(needed[i])]
-        for batch, segment, targets in self._batches(group, members):
-            child = self._passes.new_state(
-                segment, state.policy_version, state, needs_cotangent=True
-            )
-            loss = SegmentLoss(
-                targets,
-                TokenCotangents(
-                    _columns(cotangents.logps[batch], segment.num_tokens),
-                    _columns(cotangents.entropies[batch], segment.num_tokens)
-                    if has_entropies
-                    else None,
-                ),
-                None if router is None else router[batch],
-            )
-            with ExitStack() as undo:
-                undo.callback(child.free)
-                with self.ledger.phase("replay", segment.token_ids.numel()) as bar:
-                    self._passes.capture(child, bar, but_last=True)
-                    self._passes.backward(child, loss, bar)
-            self._note_bytes()
-        return len(members)
-
-    def _add_router_cotangent(self, state: SegmentState, per_member: Tensor) -> None:
-        # Every member's sums contain the prompt's once, so the prompt gets the sum of cotangents.
-        total = per_member.sum(0, keepdim=True)
-        held = state.router_cotangent
-        state.router_cotangent = total if held is None else held + total
-
     def _check_fresh(self, state: SegmentState) -> None:
         version = self.policy_version
         if state.policy_version != version:
@@ -467,27 +426,31 @@ class Engine:
     # ---------------------------------------------------------------- 5. prompt backward
 
     def _finish_prompt(self, state: SegmentState) -> None:
-        """The prompt's own backward from what its members left, then free its state."""
+        """Run the prompt's own backward, unless something is still to be replayed on it."""
+        if state.awaits_members:
+            return
+        for child in self.captured.children(state):
+            if child.is_inner and not child.has_cotangent:
+                self.captured.drop(child)  # of members without a gradient
+        if self.captured.children(state):
+            return
+        parent = state.parent
+        self._run_prompt_backward(state)
+        if parent is not None:
+            self._finish_prompt(parent)
+
+    def _run_prompt_backward(self, state: SegmentState) -> None:
+        """The prompt's own backward from what members and children left, then free its state."""
         if self.config.needs_prompt_backward and state.has_cotangent:
             self._check_fresh(state)
             loss = SegmentLoss(router_probs=state.router_cotangent)
             tokens = state.segment.token_ids.numel()
             with self._measuring_gap(), self.ledger.phase("prompt_backward", tokens) as bar:
                 self._passes.backward(state, loss, bar)
-        self.prompts.drop(state)
+        self.captured.drop(state)
 
     def _measuring_gap(self) -> AbstractContextManager[None]:
         if not self.config.log_gradient_gap:
             return nullcontext()
         keep = self.config.prompt_gradient == "exact"
         return self._gap.measuring(self.decoder.trainable_parameters(), keep)
-
-    def _note_bytes(self) -> None:
-        self.ledger.state_bytes = max(self.ledger.state_bytes, self.store.peak_bytes)
-
-
-def _columns(x: Tensor, width: int) -> Tensor:
-    """`x` `[B, R]` cut or zero-padded to `width` columns."""
-    if x.shape[1] >= width:
-        return x[:, :width]
-    return torch.nn.functional.pad(x, (0, width - x.shape[1]))

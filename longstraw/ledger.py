@@ -45,7 +45,7 @@ class Ledger:
 
     Attributes:
         state_bytes: most bytes of captured state and cotangents held so far.
-        num_captures: prompts captured.
+        num_captures: segments captured: prompts, turns that continue them, runs that several share.
     """
 
     def __init__(
@@ -80,6 +80,10 @@ class Ledger:
             record.tokens += tokens
             record.calls += 1
             record.peak_bytes = max(record.peak_bytes, _peak_bytes(self.device))
+
+    def note_state(self, num_bytes: int) -> None:
+        """Keep the most bytes of state that were held."""
+        self.state_bytes = max(self.state_bytes, num_bytes)
 
     def add_tokens(self, phase: str, tokens: int) -> None:
         """Add tokens that were only known after the phase."""

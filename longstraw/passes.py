@@ -110,18 +110,25 @@ class SegmentPasses:
                 bar.update(state.segment.num_rows * chunk.num_tokens)
 
     @torch.no_grad()
-    def score(self, state: SegmentState, targets: Tensor, bar: tqdm) -> TokenScores:
-        """Log-probs and entropies of `targets` `[B, T]`; the pages in between are freed again."""
+    def score(
+        self, state: SegmentState, targets: Tensor, bar: tqdm, *, keep: bool = False
+    ) -> TokenScores:
+        """Log-probs and entropies of `targets` `[B, T]`.
+
+        Args:
+            keep: capture the segment in the same pass. Else the pages in between are freed again.
+        """
         parts, chunks = [], self._chunks(state)
         for chunk in chunks:
             with self._turn(Pass.SCORE):
                 cache, output = self._forward(state, chunk)
                 parts.append(self._score(output.hidden, targets[:, chunk.start : chunk.stop]))
             self._add_router_sums(state, chunk, output)
-            if chunk is not chunks[-1]:
+            if keep or chunk is not chunks[-1]:
                 self._keep(state, chunk, cache)
             bar.update(state.segment.num_rows * chunk.num_tokens)
-        state.free()
+        if not keep:
+            state.free()
         return TokenScores(
             torch.cat([part.logps for part in parts], dim=1),
             torch.cat([part.entropies for part in parts], dim=1),
@@ -201,7 +208,14 @@ class SegmentPasses:
         start = segment.start + chunk.start
         layers = range(self.decoder.num_layers)
         histories = [state.history(layer, before_chunk=chunk.index) for layer in layers]
-        cache = ChunkCache(Reader(histories, self.store, start, self.config.attention))
+        reader = Reader(
+            histories,
+            self.store,
+            start,
+            self.config.attention,
+            is_recomputed=torch.is_grad_enabled() and self.decoder.is_checkpointed,
+        )
+        cache = ChunkCache(reader)
         output = self.decoder.run_chunk(
             segment.token_ids[:, chunk.start : chunk.stop],
             start,

@@ -1,16 +1,18 @@
 """Decoding responses from captured state, by transformers' own `generate`.
 
-Sampling, logits processors and stopping criteria are transformers'; what differs is the cache: the
-prompt's pages are read in place by all members, and each member adds its own tokens only.
+Sampling, logits processors and stopping criteria are transformers'; what differs is the cache: what
+rows have in common is read in place by all of them, and each row adds its own tokens only.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .engine import Engine
-from .state import DecodeCache, Reader, SegmentState
+from .errors import MemoryPlanError
+from .state import DecodeCache, Reader, RowRun, SegmentState
 
 
 def generate(
@@ -18,47 +20,102 @@ def generate(
 ) -> Tensor:
     """Responses to one prompt.
 
-    The prompt is captured if its state is not held, and stays held for scoring and replay. If the
-    prompt continues one that is held by a few tokens (a tool's answer appended to an earlier turn),
-    only these are run.
-
     Args:
         prompt_ids: `[P]` on the model's device.
         num_members: G, how many responses.
+        generate_options: see `generate_rows`.
+
+    Returns:
+        `[G, P + R]`: prompt and response, padded as transformers' `generate` pads.
+    """
+    rows = generate_rows(engine, [prompt_ids] * num_members, **generate_options)
+    return torch.cat([prompt_ids.expand(num_members, -1), torch.stack(rows)], dim=1)
+
+
+def generate_rows(
+    engine: Engine, contexts: Sequence[Tensor], **generate_options: Any
+) -> list[Tensor]:
+    """What follows each of several contexts, decoded together.
+
+    A context is captured if its state is not held, and stays held for scoring and replay. Of one
+    that continues a held state (a tool's answer appended to an earlier turn) only what is new is
+    captured, in chunks, and becomes a segment of its own; so does what several begin with.
+
+    All states stand together, and where they do not fit, as many as do are decoded at a time.
+
+    Args:
+        contexts: each `[P]` on the model's device.
         generate_options: for `model.generate`; beam search and assisted decoding are not served.
 
     Returns:
-        `[G, P + R]`: prompt and response, padded as `generate` pads.
+        New tokens of each context, padded at the end as `generate` pads.
+
+    Raises:
+        MemoryPlanError: the state of one context would not fit.
     """
-    version = engine.policy_version
-    state = engine.prompts.find(prompt_ids, version)
-    if state is None:
-        state = _continued(engine, prompt_ids, num_members) or engine.capture(prompt_ids)
-    decoder = engine.decoder
-    histories = [state.history(layer) for layer in range(decoder.num_layers)]
-    reader = Reader(histories, engine.store, state.segment.num_tokens, engine.config.attention)
-    rows = prompt_ids.expand(num_members, -1)
-    model: Any = decoder.base
+    engine.capture_shared(contexts)
+    rows: list[Tensor] = []
+    states: list[SegmentState] = []
+    for context in contexts:
+        try:
+            states.append(engine.capture(context, keep=states))
+        except MemoryPlanError:
+            if not states:
+                raise
+            begin = len(rows)
+            rows += _decode(engine, contexts[begin : begin + len(states)], states, generate_options)
+            states = [engine.capture(context)]
+    return rows + _decode(engine, contexts[len(rows) :], states, generate_options)
+
+
+def _decode(
+    engine: Engine,
+    contexts: Sequence[Tensor],
+    states: Sequence[SegmentState],
+    generate_options: dict[str, Any],
+) -> list[Tensor]:
+    width = max(context.numel() for context in contexts)
+    # Left-padded, so that all rows go on at the same column; transformers takes each row's
+    # positions from the mask. The padding itself is never run: the cache is that far already.
+    input_ids = contexts[0].new_full((len(contexts), width), 0)
+    mask = torch.zeros_like(input_ids)
+    for row, context in enumerate(contexts):
+        input_ids[row, width - context.numel() :] = context
+        mask[row, width - context.numel() :] = 1
+    decoder, model = engine.decoder, engine.decoder.base
     with decoder.attached(), engine.ledger.phase("rollout", 0), decoder.autocast():
-        output = model.generate(
-            input_ids=rows,
-            attention_mask=torch.ones_like(rows),
-            cache=DecodeCache(reader),
+        output = model.generate(  # type: ignore[operator]
+            input_ids=input_ids,
+            attention_mask=mask,
+            cache=DecodeCache(_reader(engine, states, width - 1)),
             synced_gpus=False,  # no pass here needs another rank, and ranks make different numbers
             **generate_options,
         )
     assert isinstance(output, Tensor)
-    engine.ledger.add_tokens("rollout", num_members * (output.shape[1] - prompt_ids.numel()))
-    return output
+    engine.ledger.add_tokens("rollout", len(contexts) * (output.shape[1] - width))
+    return list(output[:, width:])
 
 
-def _continued(engine: Engine, prompt_ids: Tensor, num_members: int) -> SegmentState | None:
-    """The held state that `prompt_ids` continues, if the rest fits one forward of a chunk.
-
-    `generate` runs the rest at once and for each member; a long rest is better captured.
-    """
-    state = engine.prompts.find_prefix(prompt_ids, engine.policy_version)
-    if state is None:
-        return None
-    rest = prompt_ids.numel() - state.segment.num_tokens
-    return state if rest * num_members <= engine.config.chunk_size else None
+def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reader:
+    """The histories of all rows; pages that several read are visited once for them."""
+    readers: dict[SegmentState, list[int]] = {}
+    for row, state in enumerate(states):
+        for before in state.lineage():
+            readers.setdefault(before, []).append(row)
+    shifts = [start - state.segment.end for state in states]
+    same = not any(shifts) and all(len(rows) == len(states) for rows in readers.values())
+    layers = range(engine.decoder.num_layers)
+    runs = [
+        [
+            RowRun(state.own_pages(layer), rows, [shifts[row] for row in rows])
+            for state, rows in readers.items()
+        ]
+        for layer in layers
+    ]
+    return Reader(
+        [states[0].history(layer) if same else [] for layer in layers],
+        engine.store,
+        start,
+        engine.config.attention,
+        () if same else runs,
+    )

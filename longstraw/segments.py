@@ -92,6 +92,8 @@ class PromptGroup:
     Attributes:
         prompt_ids: `[P]`, P >= 1.
         completion_ids: per member `[R_i]`; an empty one has no score and no gradient.
+        loss_masks: per member `[R_i]`, nonzero at tokens that the loss looks at; None: at all.
+            Other tokens (a tool's answer) are context: they get no score.
         is_complete: no other members of this group follow under the same policy version, so the
             prompt's own backward can run. False keeps the prompt's state and its cotangents.
     """
@@ -99,6 +101,7 @@ class PromptGroup:
     prompt_ids: Tensor
     completion_ids: Sequence[Tensor]
     is_complete: bool = field(default=True)
+    loss_masks: Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_ids.dim() != 1 or self.prompt_ids.numel() == 0:
@@ -113,30 +116,37 @@ class PromptGroup:
                     f"completion_ids[{member}] has shape {list(ids.shape)}: give each member as a "
                     "1-D tensor without padding."
                 )
+        masks = self.loss_masks
+        if masks is not None and [len(m) for m in masks] != [
+            len(ids) for ids in self.completion_ids
+        ]:
+            raise ShapeError(
+                f"loss_masks of {[len(m) for m in masks]} tokens for responses of "
+                f"{[len(ids) for ids in self.completion_ids]}: give one value for each token."
+            )
 
     @property
     def prompt_len(self) -> int:
         return self.prompt_ids.numel()
 
-    def members(self, indices: Sequence[int], keep_last_token: bool = False) -> Segment:
-        """The chosen members as one right-padded segment of *input* tokens.
+    def sequence(self, member: int) -> Tensor:
+        """`[R_i + 1]`: the last prompt token, then the response. Each token predicts the next."""
+        return torch.cat([self.prompt_ids[-1:], self.completion_ids[member]])
 
-        Row: last prompt token, then the response without its last token, whose output nobody
-        reads; `keep_last_token` keeps it for statistics over all tokens (MoE routing).
+    def targets(self, members: Sequence[int], run: slice) -> Tensor:
+        """What the tokens `run` of a sequence that `members` share have to predict.
+
+        -1 where no loss of theirs looks at it.
         """
-        tail = None if keep_last_token else -1
-        head = self.prompt_ids[-1:]
-        rows = [torch.cat([head, self.completion_ids[i][:tail]]) for i in indices]
-        lengths = tuple(row.numel() for row in rows)
-        return Segment(_right_pad(rows), lengths, start=self.prompt_len - 1)
-
-    def targets(self, indices: Sequence[int], num_tokens: int) -> Tensor:
-        """`[B, num_tokens]`: the token each input predicts, -1 where there is none."""
-        rows = [self.completion_ids[i] for i in indices]
-        return _right_pad(rows, value=-1, num_tokens=num_tokens)
+        ids = self.completion_ids[members[0]][run]
+        if self.loss_masks is None:
+            return ids
+        wanted = torch.stack([self.loss_masks[i][run].bool() for i in members]).any(0)
+        return ids.masked_fill(~wanted, -1)
 
 
-def _right_pad(rows: Sequence[Tensor], value: int = 0, num_tokens: int | None = None) -> Tensor:
+def right_pad(rows: Sequence[Tensor], value: int = 0, num_tokens: int | None = None) -> Tensor:
+    """Rows of different lengths as one tensor `[B, num_tokens]`, by default of the longest."""
     width = max(row.numel() for row in rows) if num_tokens is None else num_tokens
     padded = rows[0].new_full((len(rows), width), value)
     for row, ids in zip(padded, rows, strict=True):

@@ -51,8 +51,19 @@ class LongStrawGRPOConfig(GRPOConfig):
     longstraw_page_size: int = field(
         default=512, metadata={"help": "Tokens per page of captured state."}
     )
-    longstraw_replay_batch: int = field(
-        default=1, metadata={"help": "Responses of one prompt scored and replayed together."}
+    longstraw_replay_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most responses of one prompt scored and replayed together; by default as many "
+            "as fit a chunk."
+        },
+    )
+    longstraw_min_shared_tokens: int = field(
+        default=256,
+        metadata={
+            "help": "Fewest tokens that several prompts, or several responses to one, begin with "
+            "for which these are captured once and shared."
+        },
     )
     longstraw_page_device: str = field(
         default="model",
@@ -64,6 +75,25 @@ class LongStrawGRPOConfig(GRPOConfig):
     longstraw_state_budget_gib: float | None = field(
         default=None,
         metadata={"help": "Most GiB that captured state and its cotangents may take."},
+    )
+    longstraw_spill_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder on a local disk for files of the state that exceeds the budget (or the "
+            "host's free memory, without one). Takes state that is on the host."
+        },
+    )
+    longstraw_spill_budget_gib: float | None = field(
+        default=None,
+        metadata={"help": "Most GiB of these files; unset: what is free in longstraw_spill_dir."},
+    )
+    longstraw_cotangent_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Dtype in which cotangents add up on the prompt's state: 'float32', or "
+            "'bfloat16', which takes half the memory and rounds at each reader.",
+            "choices": ["float32", "bfloat16"],
+        },
     )
     longstraw_logprob_chunk_size: int = field(
         default=256, metadata={"help": "Rows whose full-vocabulary logits exist at a time."}
@@ -101,6 +131,20 @@ class LongStrawGRPOConfig(GRPOConfig):
     longstraw_allow_extrapolation: bool = field(
         default=False,
         metadata={"help": "Run positions beyond the model's max_position_embeddings."},
+    )
+    longstraw_document_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder that relative paths in the column document_file are relative to. None "
+            "is the working directory."
+        },
+    )
+    longstraw_logged_prompt_chars: int | None = field(
+        default=400,
+        metadata={
+            "help": "Characters of a prompt (of each message of a conversation) that tables of "
+            "completions show, a quarter of them from its beginning. None shows all."
+        },
     )
     longstraw_progress: bool = field(
         default=True, metadata={"help": "Show progress within passes over many tokens."}
@@ -143,28 +187,37 @@ class LongStrawGRPOConfig(GRPOConfig):
 
     def to_engine_config(self, *, router_statistics: bool = False) -> EngineConfig:
         """The engine's view of these settings."""
-        budget = self.longstraw_state_budget_gib
-        if budget is not None and budget <= 0:
+        for name in ("longstraw_state_budget_gib", "longstraw_spill_budget_gib"):
+            budget = getattr(self, name)
+            if budget is not None and budget <= 0:
+                raise ConfigError(
+                    f"{name}={budget}: give a positive number of GiB, or None for no limit."
+                )
+        if self.longstraw_spill_budget_gib is not None and self.longstraw_spill_dir is None:
             raise ConfigError(
-                f"longstraw_state_budget_gib={budget}: give a positive number of GiB, or None for "
-                "no limit."
+                f"longstraw_spill_budget_gib={self.longstraw_spill_budget_gib} limits files, and "
+                "without longstraw_spill_dir there are none. Name a folder, or leave it out."
             )
         try:
-            return self._engine_config(budget, router_statistics)
+            return self._engine_config(router_statistics)
         except ConfigError as error:
             name = str(error).partition("=")[0]
             if not hasattr(self, f"longstraw_{name}"):
                 raise
             raise ConfigError(f"longstraw_{error}") from None  # the name the user wrote
 
-    def _engine_config(self, budget: float | None, router_statistics: bool) -> EngineConfig:
+    def _engine_config(self, router_statistics: bool) -> EngineConfig:
         return EngineConfig(
             prompt_gradient=self.longstraw_prompt_gradient,  # type: ignore[arg-type]
             chunk_size=self.longstraw_chunk_size,
             page_size=self.longstraw_page_size,
             replay_batch=self.longstraw_replay_batch,
+            min_shared_tokens=self.longstraw_min_shared_tokens,
             page_device=self.longstraw_page_device,  # type: ignore[arg-type]
-            state_budget_bytes=None if budget is None else int(budget * 2**30),
+            state_budget_bytes=_gib(self.longstraw_state_budget_gib),
+            spill_dir=self.longstraw_spill_dir,
+            spill_budget_bytes=_gib(self.longstraw_spill_budget_gib),
+            cotangent_dtype=self.longstraw_cotangent_dtype,  # type: ignore[arg-type]
             logprob_chunk_size=self.longstraw_logprob_chunk_size,
             attention=self.longstraw_attention,
             temperature=self.temperature,
@@ -174,3 +227,7 @@ class LongStrawGRPOConfig(GRPOConfig):
             allow_extrapolation=self.longstraw_allow_extrapolation,
             progress=self.longstraw_progress and not self.disable_tqdm and self.process_index == 0,
         )
+
+
+def _gib(number: float | None) -> int | None:
+    return None if number is None else int(number * 2**30)

@@ -29,6 +29,7 @@ class RowGroups:
         num_columns: int,
         *,
         complete: Sequence[bool] = (),
+        loss_mask: Tensor | None = None,
     ) -> "RowGroups":
         """Unpad rows and join neighbours with the same prompt.
 
@@ -36,19 +37,31 @@ class RowGroups:
             input_ids, attention_mask: `[B, P + C]`, prompt left-padded, completion right-padded.
             num_columns: C.
             complete: per row, whether no members of its prompt are to come if it is the last.
+            loss_mask: `[B, C]`, zero at tokens that are context only (TRL's `tool_mask`).
         """
-        runs: list[tuple[Tensor, list[Tensor], int]] = []
         split = input_ids.shape[1] - num_columns
-        for row, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
+        prompts: list[Tensor] = []
+        members: list[list[int]] = []  # rows of each
+        masks = attention_mask.bool()
+        for row, (ids, mask) in enumerate(zip(input_ids, masks, strict=True)):
             prompt = ids[:split][mask[:split]]
-            completion = ids[split:][mask[split:]]
-            if not runs or not torch.equal(prompt, runs[-1][0]):
-                runs.append((prompt, [], row))
-            runs[-1][1].append(completion)
-            runs[-1] = (*runs[-1][:2], row)
+            if not prompts or not torch.equal(prompt, prompts[-1]):
+                prompts.append(prompt)
+                members.append([])
+            members[-1].append(row)
+
+        def completions(values: Tensor, rows: list[int]) -> list[Tensor]:
+            first = values.shape[1] - num_columns
+            return [values[row, first:][masks[row, split:]] for row in rows]
+
         groups = [
-            PromptGroup(prompt, completions, complete[last] if complete else True)
-            for prompt, completions, last in runs
+            PromptGroup(
+                prompt,
+                completions(input_ids, rows),
+                is_complete=complete[rows[-1]] if complete else True,
+                loss_masks=None if loss_mask is None else completions(loss_mask, rows),
+            )
+            for prompt, rows in zip(prompts, members, strict=True)
         ]
         return cls(groups, num_columns)
 

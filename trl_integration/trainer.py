@@ -21,7 +21,7 @@ from longstraw import (
     Engine,
     GroupScores,
     TorchBackend,
-    generate,
+    generate_rows,
     load_balancing_loss,
 )
 
@@ -47,6 +47,8 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
     * generation by transformers (`_generate_single_turn`) decodes from the captured prompt; vLLM
       and `rollout_func` work as in TRL;
     * the shuffle before micro-batches moves whole groups;
+    * each prompt is fetched and tokenized once, shortened in logs, and may be given as token ids or
+      with a document in a file (`PromptDataGRPOTrainer`);
     * checkpoints are complete or not there, and a resumed run is the uninterrupted one
       (`ResumableGRPOTrainer`).
 
@@ -71,8 +73,9 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
         check_seams()
         args = _own_config(args, model)
         has_environment = kwargs.get("environment_factory") is not None
-        check_dataset(train_dataset, "train_dataset", has_environment)
-        check_dataset(eval_dataset, "eval_dataset", has_environment)
+        folder = args.longstraw_document_dir
+        check_dataset(train_dataset, "train_dataset", has_environment, folder)
+        check_dataset(eval_dataset, "eval_dataset", has_environment, folder)
         # Before TRL looks for an image token in the config of what may be a text model.
         check_processing_class(processing_class)
         super().__init__(
@@ -195,8 +198,8 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
     # ---------------------------------------------------------------- rollout
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        prompt_ids, *rest = super()._tokenize_prompts(prompts)
         with self.engine.lockstep.together("tokenizing prompts"):  # all ranks raise, or none
+            prompt_ids, *rest = super()._tokenize_prompts(prompts)
             check_prompts(prompt_ids)
             longest = max(len(ids) for ids in prompt_ids)
             self.engine.decoder.check_positions(longest + (self.max_completion_length or 0))
@@ -229,7 +232,21 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
             )
-        completions = []
+        return self.generate_turn(prompt_ids), None
+
+    def generate_turn(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """One continuation of each context, decoded from captured state. Collective.
+
+        For a `rollout_func` of your own: a context that continues an earlier one (a prompt, the
+        policy's turn, a tool's answer) is found on its token ids, and only what is new is run.
+        What several begin with is run once.
+
+        Args:
+            contexts: token ids, without padding. All are decoded together, as far as they fit.
+
+        Returns:
+            New token ids of each, up to and with the end of sequence.
+        """
         with (
             unwrap_model_for_generation(
                 cast(Any, self.model_wrapped),
@@ -239,13 +256,13 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
             ),
             self.engine.weights_gathered(),
         ):
-            for ids, num_members in _runs(prompt_ids):
-                prompt = torch.tensor(ids, device=self.accelerator.device)
-                output = generate(
-                    self.engine, prompt, num_members, generation_config=self.generation_config
-                )
-                completions += [self._until_eos(row) for row in output[:, len(ids) :].tolist()]
-        return completions, None
+            device = self.accelerator.device
+            rows = generate_rows(
+                self.engine,
+                [torch.tensor(ids, device=device) for ids in contexts],
+                generation_config=self.generation_config,
+            )
+        return [self._until_eos(row.tolist()) for row in rows]
 
     def _until_eos(self, ids: list[int]) -> list[int]:
         """`ids` up to and with the first end-of-sequence token."""
@@ -345,7 +362,9 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
         # A group that an optimizer step cuts is captured again with the new weights.
         complete = [end or self.accelerator.sync_gradients for end in ends]
         width = inputs["completion_ids"].shape[1]
-        return RowGroups.from_batch(input_ids, mask, width, complete=complete)
+        return RowGroups.from_batch(
+            input_ids, mask, width, complete=complete, loss_mask=inputs.get("tool_mask")
+        )
 
     def _finish_update(self) -> None:
         report = self.engine.finalize()
@@ -428,14 +447,3 @@ def _without_reentrant_checkpointing(args: LongStrawGRPOConfig) -> None:
     """
     if isinstance(args.gradient_checkpointing_kwargs, dict):
         args.gradient_checkpointing_kwargs["use_reentrant"] = False
-
-
-def _runs(rows: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Neighbouring equal rows as (row, count)."""
-    runs: list[tuple[list[int], int]] = []
-    for row in rows:
-        if runs and runs[-1][0] == row:
-            runs[-1] = (row, runs[-1][1] + 1)
-        else:
-            runs.append((row, 1))
-    return runs

@@ -1,5 +1,5 @@
-"""Merging attention results over disjoint sets of keys; see `merge_lse`."""
+"""Merging attention results over disjoint sets of keys; see `merge_lse_`."""
 
-from .reference import add_sink, merge_lse
+from .reference import add_sink, merge_lse_
 
-__all__ = ["add_sink", "merge_lse"]
+__all__ = ["add_sink", "merge_lse_"]

@@ -61,14 +61,14 @@ def block_attention(
     Grouped-query attention: query head h reads key head `h // (H / K)`.
 
     Args:
-        q: `[B, H, T, D]`, fp32 or fp64.
+        q: `[B, H, T, D]`; half precision is accumulated in fp32.
         k, v: `[B, K, S, D]` and `[B, K, S, Dv]`, same dtype; H is a multiple of K.
         params: positions, scale and mask.
         impl: "auto", "reference" or "torch_flash".
 
     Returns:
-        `out` `[B, H, T, Dv]` and `lse` `[B, H, T]` (natural log). A row that sees no key has
-        `out = 0` and `lse = -inf`.
+        `out` `[B, H, T, Dv]` in q's dtype or wider, and `lse` `[B, H, T]` (natural log) in fp32
+        (fp64 for fp64). A row that sees no key has `out = 0` and `lse = -inf`.
 
     Raises:
         ValueError: if a requested implementation cannot compute this block, with the reason.
@@ -96,11 +96,12 @@ def block_attention_backward(
         dq = scale * ds k     dk = scale * ds^T q     dv = p^T grad_out
 
     Args:
-        grad_out, out: `[B, H, T, Dv]`; lse: `[B, H, T]`, all of the merged result.
+        grad_out, out: `[B, H, T, Dv]` in q's dtype; lse: `[B, H, T]`; of the merged result.
         q, k, v, params, impl: as in `block_attention`.
 
     Returns:
-        `dq`, `dk`, `dv` of this block. Summing `dq` over blocks gives the full dQ.
+        `dq`, `dk`, `dv` of this block, in q's dtype or wider. Summing `dq` over blocks, in fp32 or
+        fp64, gives the full dQ.
 
     Source:
         FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691 (backward from lse).

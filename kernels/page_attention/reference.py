@@ -1,6 +1,8 @@
 """The definition of block attention: two matrix products, a mask, a softmax; and its backward.
 
-Scores of one block, `[B, K, G*T, S]` with G = H / K, exist at a time, in the dtype of the inputs.
+Scores of one block, `[B, K, G*T, S]` with G = H / K, exist at a time. Computed, and returned, in
+fp32 (fp64 for fp64 inputs): scores rounded to half precision would make probabilities wrong by
+some percent.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: "BlockParams") -> tuple[Tensor, Tensor]:
     """See `block_attention`."""
+    q, k, v = _widen(q), _widen(k), _widen(v)
     scores = _masked_scores(q, k, params)
     lse = torch.logsumexp(scores, dim=-1)
     # A row that sees no key: exp(-inf - 0) = 0 everywhere instead of NaN.
@@ -31,6 +34,7 @@ def backward(
     params: "BlockParams",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_attention_backward`."""
+    grad_out, q, k, v, out = (_widen(x) for x in (grad_out, q, k, v, out))
     num_kv_heads = k.shape[1]
     raw = torch.matmul(_group(q, num_kv_heads), k.transpose(-1, -2)) * params.softmax_scale
     capped = raw if params.softcap is None else params.softcap * torch.tanh(raw / params.softcap)
@@ -68,6 +72,10 @@ def _mask(scores: Tensor, num_queries: int, params: "BlockParams") -> Tensor:
         hidden = hidden | (distance >= params.window)
     rows = scores.view(*scores.shape[:2], -1, num_queries, num_keys)
     return rows.masked_fill(hidden, -torch.inf).view_as(scores)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _group(x: Tensor, num_kv_heads: int) -> Tensor:

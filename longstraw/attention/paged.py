@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw_kernels.lse_merge import add_sink, merge_lse
+from longstraw_kernels.lse_merge import add_sink, merge_lse_
 from longstraw_kernels.page_attention import (
     BlockParams,
     block_attention,
@@ -42,8 +42,10 @@ def paged_attention(
 
         out = softmax(scale * q [k_history; k_own]^T + causal mask) [v_history; v_own]
 
-    Computed in fp32 (fp64 for fp64 inputs). Gradients reach query, key, value and sink; those of
-    pages with `needs_cotangent` are added to the pages. The backward may run once per forward.
+    Blocks are computed in the dtype of the inputs and put together in fp32 (fp64 for fp64), so half
+    precision rounds here what it rounds in attention over all keys at once. Gradients reach query,
+    key, value and sink; those of pages with `needs_cotangent` are added to the pages. The backward
+    may run once per forward.
 
     Args:
         query: `[B, H, T, D]`.
@@ -62,46 +64,64 @@ class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sink, handle, options):  # type: ignore[no-untyped-def]
         blocks = _Blocks(handle, options, query.shape)
-        q = query.to(_compute_dtype(query))
-        # Autocast would run the products of the definition in half precision.
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = blocks.own_forward(q, key.to(q.dtype), value.to(q.dtype))
-            for rows, pages in blocks.visible_pages():
-                part = rows.attend(q, pages)
-                if part is not None:
-                    out, lse = merge_lse(out, lse, *part)
-        if sink is not None:
-            out, lse = add_sink(out, lse, sink)
+        kept = handle.kept.take() if handle.kept is not None else None
+        out, lse = kept or _attend(blocks, query, key, value, sink)
+        if kept is None and handle.kept is not None:
+            handle.kept.put(out.detach(), lse)
         ctx.save_for_backward(query, key, value, sink, out, lse)
         ctx.blocks = blocks
-        return out.to(query.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         query, key, value, sink, out, lse = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
-        q, grad_out = query.to(out.dtype), grad_output.to(out.dtype).contiguous()
-        saved = _Saved(q, grad_out, out, lse)
+        assert not blocks.handle.row_runs, "rows of different histories are for decoding"
+        q, k, v = _in_one_dtype(query, key, value)
+        saved = _Saved(q, grad_output.to(q.dtype).contiguous(), out.to(q.dtype), lse)
         with torch.autocast(query.device.type, enabled=False):
-            dq, dk, dv = blocks.own_backward(saved, key.to(q.dtype), value.to(q.dtype))
+            dq, dk, dv = blocks.own_backward(saved, k, v)
             for rows, pages in blocks.visible_pages():
-                dq = rows.add_gradients(dq, saved, pages)
+                rows.add_gradients(dq, saved, pages)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             # p_sink = exp(sink - lse) takes probability and gives no value: ds = -p_sink * delta.
-            delta = (grad_out * out).sum(-1)
-            p_sink = torch.exp(sink.to(out.dtype).view(1, -1, 1) - lse)
+            delta = (grad_output.to(lse.dtype) * out).sum(-1)
+            p_sink = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)
             dsink = -(p_sink * delta).sum((0, 2)).to(sink.dtype)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsink, None, None
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _attend(
+    blocks: "_Blocks", query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`out` in the query's dtype and `lse`, over all pages, own keys and the sink."""
+    q, k, v = _in_one_dtype(query, key, value)
+    # Autocast would run the products of the definition in half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = blocks.own_forward(q, k, v)
+        for rows, pages in blocks.visible_pages():
+            part = rows.attend(q, pages)
+            if part is not None:
+                merge_lse_(out, lse, *part)
+        blocks.attend_row_runs(q, out, lse)
+    if sink is not None:
+        out, lse = add_sink(out, lse, sink)
+    return out.to(query.dtype), lse
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Under autocast the rotary embedding leaves queries and keys in fp32 and values in bf16.
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward of every block reads: queries, and the merged result."""
+    """What the backward of every block reads: queries, and the merged result.
+
+    `lse` is in fp32 (fp64 for fp64), and so is what adds up over blocks; the rest is in one dtype.
+    """
 
     q: Tensor
     grad_out: Tensor
@@ -138,33 +158,58 @@ class _Blocks:
         own = [page for page in pages if page.num_rows > 1]
         return [(_Rows(self, fold=True), shared), (_Rows(self, fold=False), own)]
 
+    def attend_row_runs(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge into `out` and `lse` what only some rows read."""
+        for run in self.handle.row_runs:
+            # Every page lies before every query, so positions matter to a window only.
+            for part in [run] if self.options.window is None else run.by_shift():
+                handle = LayerHandle(
+                    part.pages,
+                    self.handle.store,
+                    self.handle.q_start - part.shifts[0],
+                    self.handle.own_start,
+                    self.handle.impl,
+                )
+                queries = q[part.rows]
+                blocks = _Blocks(handle, self.options, queries.shape)
+                for rows, pages in blocks.visible_pages():
+                    found = rows.attend(queries, pages)
+                    if found is not None:
+                        merged = out[part.rows], lse[part.rows]
+                        merge_lse_(*merged, *found)
+                        out[part.rows], lse[part.rows] = merged
+
     def own_forward(self, q: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` over the own keys, in the dtype of sums and the caller's to write to."""
         params = self.params(self.handle.own_start, causal=self._own_is_causal(key))
         if self.options.softcap is None and not params.is_windowed:
-            return block_attention(q, key, value, params, impl=self.handle.impl)
+            return _as_sum(*block_attention(q, key, value, params, impl=self.handle.impl))
         # Only the reference can do it, whose scores of all own keys at once would be [T, T'].
-        out, lse = q.new_zeros(*q.shape[:-1], value.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
+        merged = None
         for tile in self._own_tiles(key):
             tile_params = self.params(self.handle.own_start + tile.start, causal=True)
             part = block_attention(
                 q, key[..., tile, :], value[..., tile, :], tile_params, impl=self.handle.impl
             )
-            out, lse = merge_lse(out, lse, *part)
-        return out, lse
+            merged = _merged(merged, part)
+        assert merged is not None, "a chunk without tokens"
+        return merged
 
     def own_backward(
         self, saved: _Saved, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of the own keys; dQ in the dtype of sums and the caller's to write to."""
         params = self.params(self.handle.own_start, causal=self._own_is_causal(key))
         if self.options.softcap is None and not params.is_windowed:
-            return self.block_backward(saved, key, value, params)
-        dq, dks, dvs = torch.zeros_like(saved.q), [], []
+            dq, dk, dv = self.block_backward(saved, key, value, params)
+            return dq.to(saved.lse.dtype), dk, dv
+        dq, dks, dvs = torch.zeros_like(saved.q, dtype=saved.lse.dtype), [], []
         for tile in self._own_tiles(key):
             tile_params = self.params(self.handle.own_start + tile.start, causal=True)
             part, dk, dv = self.block_backward(
                 saved, key[..., tile, :], value[..., tile, :], tile_params
             )
-            dq += part
+            dq += part.to(dq.dtype)
             dks.append(dk)
             dvs.append(dv)
         return dq, torch.cat(dks, dim=-2), torch.cat(dvs, dim=-2)
@@ -211,31 +256,32 @@ class _Rows:
         for page, key, value in self.blocks.handle.store.read(pages, q.device, q.dtype):
             params = self.blocks.params(page.start, causal=False)
             part = block_attention(queries, key, value, params, impl=self.blocks.handle.impl)
-            merged = part if merged is None else merge_lse(*merged, *part)
+            merged = _merged(merged, part)
         if merged is None:
             return None
         out, lse = merged
         return self._leave(out), self._leave(lse.unsqueeze(-1)).squeeze(-1)
 
-    def add_gradients(self, dq: Tensor, saved: _Saved, pages: list[Page]) -> Tensor:
-        """`dq` plus the pages' part; leaves dK and dV on pages that need them."""
+    def add_gradients(self, dq: Tensor, saved: _Saved, pages: list[Page]) -> None:
+        """Add the pages' part to `dq`; leaves dK and dV on pages that need them."""
         if not pages:
-            return dq
+            return
         entered = _Saved(
             self._enter(saved.q),
             self._enter(saved.grad_out),
             self._enter(saved.out),
             self._enter(saved.lse.unsqueeze(-1)).squeeze(-1),
         )
-        total = torch.zeros_like(entered.q)
+        total = torch.zeros_like(entered.q, dtype=dq.dtype) if self.fold else dq
         store = self.blocks.handle.store
-        for page, key, value in store.read(pages, dq.device, dq.dtype, with_cotangents=True):
+        for page, key, value in store.read(pages, dq.device, saved.q.dtype, with_cotangents=True):
             params = self.blocks.params(page.start, causal=False)
             part, dk, dv = self.blocks.block_backward(entered, key, value, params)
-            total += part
+            total += part.to(total.dtype)
             if page.needs_cotangent:
-                store.add_cotangent(page, dk, dv)
-        return dq + self._leave(total)
+                store.add_cotangent(page, dk.to(dq.dtype), dv.to(dq.dtype))
+        if self.fold:
+            dq += self._leave(total)
 
     def _enter(self, x: Tensor) -> Tensor:
         """`[B, H, T, D]` -> `[1, H, B*T, D]` when folding."""
@@ -248,3 +294,18 @@ class _Rows:
         if not self.fold:
             return x
         return x.view(x.shape[1], self.blocks.batch, -1, x.shape[-1]).transpose(0, 1)
+
+
+def _as_sum(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A block's result as the first of a sum: `out` as wide as `lse`."""
+    return out.to(lse.dtype), lse
+
+
+def _merged(
+    merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`part` merged into `merged`, which is written to; None is nothing yet."""
+    if merged is None:
+        return _as_sum(*part)
+    merge_lse_(*merged, *part)
+    return merged

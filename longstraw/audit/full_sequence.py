@@ -16,8 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import attend_with
-from ..engine import GroupScores
 from ..errors import UnsupportedModelError
+from ..members import GroupScores
 from ..models import RouterSums
 from ..models.registry import SERVED_FAMILIES
 from ..segments import PromptGroup

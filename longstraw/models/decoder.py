@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import attend_with
 from ..errors import DataError
-from ..state import ChunkCache
+from ..state import ChunkCache, cotangent_dtype_for
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 
 _BEYOND_POSITIONS = (
@@ -62,6 +62,7 @@ class Decoder:
         family: what `check_model` found.
         autocast: makes the context for forwards (mixed precision).
         fp32_head: whether logits are computed in fp32, outside `autocast`.
+        cotangent_dtype: of the cotangents that `state_bytes` counts, see `EngineConfig`.
         device: where the model will run, if it is not there yet.
     """
 
@@ -72,6 +73,7 @@ class Decoder:
         allow_extrapolation: bool = False,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         fp32_head: bool = False,
+        cotangent_dtype: str = "float32",
         device: torch.device | None = None,
     ) -> None:
         self.model = model
@@ -81,6 +83,7 @@ class Decoder:
         self.family: Family = check_model(self.base)
         self.autocast = autocast
         self.fp32_head = fp32_head
+        self.cotangent_dtype = cotangent_dtype
         self.decoder: nn.Module = self.base.get_decoder()
         self.allow_extrapolation = allow_extrapolation
         self._device = device
@@ -98,6 +101,15 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self._device or next(self.base.parameters()).device
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether layers run again in their backward (gradient checkpointing, while training)."""
+        return any(
+            layer.gradient_checkpointing and layer.training
+            for layer in self.decoder.modules()
+            if isinstance(layer, GradientCheckpointingLayer)
+        )
 
     @property
     def num_experts_per_token(self) -> int | None:
@@ -199,7 +211,7 @@ class Decoder:
     def state_bytes(self, num_tokens: int, with_cotangents: bool) -> int:
         """Bytes that the state of `num_tokens` takes: keys and values of every layer.
 
-        L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents)
+        L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents, * 2 for bf16)
         """
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -207,7 +219,7 @@ class Decoder:
         dtype = self.base.dtype
         itemsize = dtype.itemsize
         if with_cotangents:
-            itemsize += 8 if dtype == torch.float64 else 4
+            itemsize += cotangent_dtype_for(dtype, self.cotangent_dtype).itemsize
         return self.num_layers * 2 * heads * dim * itemsize * num_tokens
 
     def check_positions(self, num_positions: int) -> None:

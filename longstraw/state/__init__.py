@@ -1,7 +1,7 @@
 """Captured state: pages, the store that holds them, and the cache that readers go through."""
 
-from .cache import CACHE_KWARG, ChunkCache, DecodeCache, LayerHandle, Reader
-from .pages import Page
+from .cache import CACHE_KWARG, ChunkCache, DecodeCache, LayerHandle, Reader, RowRun
+from .pages import Page, cotangent_dtype_for
 from .segment_state import SegmentState
 from .store import PageStore
 
@@ -13,5 +13,7 @@ __all__ = [
     "Page",
     "PageStore",
     "Reader",
+    "RowRun",
     "SegmentState",
+    "cotangent_dtype_for",
 ]

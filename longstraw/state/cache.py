@@ -7,6 +7,7 @@ that a layer recomputed under gradient checkpointing reads exactly what it read 
 member of a group can see another.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,61 @@ CACHE_KWARG = "longstraw_handle"
 
 
 @dataclass(frozen=True)
+class RowRun:
+    """Pages that some rows of a batch read, in a batch whose rows have different histories.
+
+    Attributes:
+        pages: in order.
+        rows: which rows.
+        shifts: per row, by how much its tokens stand before those of the longest row: rows end
+            together, and their positions do not.
+    """
+
+    pages: list[Page]
+    rows: list[int]
+    shifts: list[int]
+
+    def by_shift(self) -> "list[RowRun]":
+        """The same, in parts whose rows stand at the same positions."""
+        parts: dict[int, list[int]] = {}
+        for row, shift in zip(self.rows, self.shifts, strict=True):
+            parts.setdefault(shift, []).append(row)
+        return [RowRun(self.pages, rows, [shift] * len(rows)) for shift, rows in parts.items()]
+
+
+class KeptAttention:
+    """Hands the result of a checkpointed layer's attention to its recompute.
+
+    Under gradient checkpointing a layer runs twice, and attention over a long history is most of
+    it. The result is one more hidden state per layer and token, beside the layer's input that is
+    kept anyway; with it the recompute visits no page.
+    """
+
+    def __init__(self) -> None:
+        self._result: tuple[Tensor, Tensor] | None = None
+
+    def put(self, out: Tensor, lse: Tensor) -> None:
+        """Leave the result for the recompute."""
+        self._result = (out, lse)
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """What was put here, once; None if nothing was."""
+        result, self._result = self._result, None
+        return result
+
+
+@dataclass(frozen=True)
 class LayerHandle:
     """What one attention call reads beside its own keys and values.
 
     Attributes:
         history: pages of all earlier tokens, in order.
+        row_runs: pages of earlier tokens that only some rows read; decoding only.
         store: where the pages' cotangents are kept.
         q_start: absolute position of the first query.
         own_start: absolute position of the first own key; before `q_start` when decoding.
         impl: attention implementation, see `EngineConfig.attention`.
+        kept: the way to this layer's recompute, if there will be one.
     """
 
     history: list[Page]
@@ -37,16 +84,27 @@ class LayerHandle:
     q_start: int
     own_start: int
     impl: str = "auto"
+    row_runs: Sequence[RowRun] = ()
+    kept: KeptAttention | None = None
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads: the history of each layer, where it lives, and how attention is computed."""
+    """Who reads: the history of each layer, where it lives, and how attention is computed.
+
+    Attributes:
+        histories: per layer, pages that all rows read.
+        start: position of the first token that is read for, that of the longest row.
+        row_runs: per layer, pages that some rows read; empty where all rows read the same.
+        is_recomputed: whether layers run again in their backward, from the same cache.
+    """
 
     histories: list[list[Page]]
     store: PageStore
     start: int
     impl: str = "auto"
+    row_runs: Sequence[Sequence[RowRun]] = ()
+    is_recomputed: bool = False
 
 
 class _ReaderLayer(CacheLayerMixin):
@@ -59,12 +117,22 @@ class _ReaderLayer(CacheLayerMixin):
         self.is_initialized = True
         self.reader = reader
         self.history = reader.histories[layer]
+        self.row_runs = reader.row_runs[layer] if reader.row_runs else ()
         self.start = reader.start
         self.num_seen = reader.start
+        self.kept = KeptAttention() if reader.is_recomputed else None
 
     def handle(self) -> LayerHandle:
         reader = self.reader
-        return LayerHandle(self.history, reader.store, self.num_seen, self.start, reader.impl)
+        return LayerHandle(
+            history=self.history,
+            store=reader.store,
+            q_start=self.num_seen,
+            own_start=self.start,
+            impl=reader.impl,
+            row_runs=self.row_runs,
+            kept=self.kept,
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate."""

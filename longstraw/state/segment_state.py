@@ -4,6 +4,7 @@ Knows layers, chunks and the history a segment continues; knows nothing of model
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,8 @@ class SegmentState:
         parent: the state that the segment continues, or None for a prompt.
         policy_version: the weights it was captured with.
         needs_cotangent: whether readers leave cotangents here, for this segment's own backward.
+        awaits_members: whether members of its own are still to come; its backward waits for them.
+        is_inner: whether members of a group share it, as a part of their responses.
         router: routing sums of the segment's tokens, where they are asked for.
         router_cotangent: `[1, X]`, what members left on the routing probabilities.
     """
@@ -40,12 +43,37 @@ class SegmentState:
         self.parent = parent
         self.policy_version = policy_version
         self.needs_cotangent = needs_cotangent
+        self.awaits_members = True
+        self.is_inner = False
         self.router: Any = None
         self.router_cotangent: Tensor | None = None
         self._store = store
         self._is_used_up = False
         # layer -> chunk index -> pages
         self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
+
+    @cached_property
+    def tokens_on_cpu(self) -> Tensor:
+        """`[T]`, the tokens of the first row, where comparing them waits for no device."""
+        return self.segment.token_ids[0].cpu()
+
+    def lineage(self) -> "Iterator[SegmentState]":
+        """This state and all before it, back to the root."""
+        state: SegmentState | None = self
+        while state is not None:
+            yield state
+            state = state.parent
+
+    @property
+    def depth(self) -> int:
+        """How many states it continues."""
+        return sum(1 for _ in self.lineage()) - 1
+
+    def keep_cotangents(self) -> None:
+        """From now on readers leave cotangents here."""
+        self.needs_cotangent = True
+        for page in self._all_pages():
+            page.needs_cotangent = True
 
     def append(self, chunk: Chunk, layer: int, key: Tensor, value: Tensor) -> None:
         """Copy one layer's keys and values of `chunk` into pages."""
@@ -73,9 +101,13 @@ class SegmentState:
                 "uses it up. Capture the segment again."
             )
         inherited = self.parent.history(layer) if self.parent is not None else []
+        return inherited + self.own_pages(layer, before_chunk)
+
+    def own_pages(self, layer: int, before_chunk: int | None = None) -> list[Page]:
+        """This segment's own part of `history`."""
         own = sorted(self._pages[layer].items())
         visible = [pages for index, pages in own if before_chunk is None or index < before_chunk]
-        return inherited + [page for pages in visible for page in pages]
+        return [page for pages in visible for page in pages]
 
     def free_chunk(self, chunk: Chunk) -> None:
         """Drop one chunk's pages and cotangents in every layer."""
@@ -95,15 +127,15 @@ class SegmentState:
     @property
     def num_bytes(self) -> int:
         """Bytes of this segment's pages and cotangents."""
-        return sum(page.nbytes for page in self._own_pages())
+        return sum(page.nbytes for page in self._all_pages())
 
     @property
     def has_cotangent(self) -> bool:
         """Whether any reader has left a cotangent, so that a backward has something to do."""
-        on_pages = any(page.key_cotangent is not None for page in self._own_pages())
+        on_pages = any(page.key_cotangent is not None for page in self._all_pages())
         return on_pages or self.router_cotangent is not None
 
-    def _own_pages(self) -> Iterator[Page]:
+    def _all_pages(self) -> Iterator[Page]:
         for layer in self._pages:
             for pages in layer.values():
                 yield from pages

@@ -11,13 +11,24 @@ from tests.models import tiny_model
 CHUNK = 64
 
 
-def peak_of_update(prompt_len: int, num_members: int, prompt_gradient: str) -> int:
+def peak_of_update(
+    prompt_len: int,
+    num_members: int,
+    prompt_gradient: str,
+    *,
+    replay_batch: int | None = None,
+    response_len: int = 24,
+) -> int:
     """Peak of one update with gradients already allocated, as in every step but the first."""
     model = _model()
-    engine = Engine(
-        model, EngineConfig(chunk_size=CHUNK, page_size=32, prompt_gradient=prompt_gradient)
+    config = EngineConfig(
+        chunk_size=CHUNK,
+        page_size=32,
+        prompt_gradient=prompt_gradient,
+        replay_batch=replay_batch,
     )
-    (group,) = random_groups([(prompt_len + 1, (24,) * num_members)])
+    engine = Engine(model, config)
+    (group,) = random_groups([(prompt_len + 1, (response_len,) * num_members)])
     loss_of = RandomLoss([group])
     with PeakTensorBytes() as counter:
         engine.accumulate([group], loss_of)
@@ -33,9 +44,19 @@ def _model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
 def test_peak_does_not_grow_with_the_group(prompt_gradient: str) -> None:
-    """From 2 to 8 members: at most 0.5 % (their log-probs; no graph, no state of theirs)."""
+    """From 2 members, which fill a chunk, to 8: at most 0.5 % (their log-probs; no graph, no state
+    of theirs)."""
     two, eight = (peak_of_update(512, g, prompt_gradient) for g in (2, 8))
     assert eight <= 1.005 * two
+
+
+def test_members_run_together_take_no_more_than_a_chunk_of_the_prompt() -> None:
+    """Eight responses of 8 tokens, one at a time or a chunk of 64 tokens together: the prompt's own
+    backward has the larger graph."""
+    alone, together = (
+        peak_of_update(512, 8, "exact", replay_batch=rows, response_len=8) for rows in (1, None)
+    )
+    assert together <= 1.005 * alone
 
 
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longstraw import Engine, EngineConfig, generate
+from longstraw import Engine, EngineConfig, MemoryPlanError, generate, generate_rows
 from tests.models import FAMILIES, VOCAB, tiny_model
 
 
@@ -13,6 +13,10 @@ def random_prompt(length: int, seed: int = 2) -> torch.Tensor:
 
 def plain_generate(model, prompt: torch.Tensor, **options) -> torch.Tensor:
     return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+
+
+def captured_tokens(engine: Engine) -> int:
+    return next(row["tokens"] for row in engine.ledger.table() if row["phase"] == "capture")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,7 +43,7 @@ def test_sampling_repeats_with_a_seed_and_differs_between_members() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_a_longer_prompt_continues_from_a_captured_one(family: str) -> None:
-    """A tool's answer appended to a turn: only the new tokens are run."""
+    """A tool's answer appended to a turn: only the new tokens are captured."""
     model = tiny_model(family)
     engine = Engine(model, EngineConfig(chunk_size=16, page_size=8))
     prompt = random_prompt(45)
@@ -48,7 +52,7 @@ def test_a_longer_prompt_continues_from_a_captured_one(family: str) -> None:
     options = {"max_new_tokens": 20, "do_sample": False}
     found = generate(engine, longer, 1, **options)
     assert torch.equal(found, plain_generate(model, longer, **options))
-    assert engine.ledger.num_captures == 1
+    assert captured_tokens(engine) == longer.numel() - 1
 
 
 def test_a_prompt_of_one_token_needs_no_state() -> None:
@@ -66,3 +70,45 @@ def test_the_model_attends_as_before_afterwards() -> None:
     engine.capture(random_prompt(20))
     assert model.config._attn_implementation == before
     model(random_prompt(5)[None])
+
+
+# ---------------------------------------------------------------- rows of different histories
+
+
+def contexts_that_share(num: int = 5) -> list[torch.Tensor]:
+    """Two conversations that have gone different ways, a third prompt, and one token."""
+    prompt = random_prompt(45)
+    first = [torch.cat([prompt, random_prompt(9 + 7 * i, seed=3 + i)]) for i in range(2)]
+    return [*first, random_prompt(12, seed=8), first[0], random_prompt(1, seed=9)][:num]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_different_histories_are_decoded_together(family: str) -> None:
+    """Lengths of 1 to 61 tokens, some within and some beyond every sliding window; what two rows
+    have in common is read once. Each row's greedy tokens are those of `generate` on it alone."""
+    model = tiny_model(family)
+    engine = Engine(model, EngineConfig(chunk_size=16, page_size=8, min_shared_tokens=4))
+    options = {"max_new_tokens": 20, "do_sample": False}
+    contexts = contexts_that_share()
+    found = generate_rows(engine, contexts, **options)
+    for row, context in zip(found, contexts, strict=True):
+        expected = plain_generate(model, context, **options)[0, context.numel() :]
+        assert torch.equal(row[: expected.numel()], expected)
+    rollout = next(row for row in engine.ledger.table() if row["phase"] == "rollout")
+    assert rollout["calls"] == 1
+
+
+def test_contexts_that_do_not_fit_together_are_decoded_one_after_the_other() -> None:
+    model = tiny_model("llama")
+    per_token = Engine(model).decoder.state_bytes(1, False)
+    config = EngineConfig(chunk_size=16, page_size=8, state_budget_bytes=64 * per_token)
+    engine = Engine(model, config)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    contexts = contexts_that_share()
+    found = generate_rows(engine, contexts, **options)
+    for row, context in zip(found, contexts, strict=True):
+        assert torch.equal(row, plain_generate(model, context, **options)[0, context.numel() :])
+    rollout = next(row for row in engine.ledger.table() if row["phase"] == "rollout")
+    assert rollout["calls"] > 1
+    with pytest.raises(MemoryPlanError):
+        generate_rows(engine, [random_prompt(90)], **options)

@@ -21,7 +21,7 @@ LAYERS = [
     {"attention"},
     {"models"},
     {"backends"},
-    {"passes", "prompts", "gradient_gap"},
+    {"passes", "captured", "branches", "members", "gradient_gap"},
     {"engine"},
     {"rollout", "planner", "audit"},
     {"longstraw"},  # the package itself: longstraw/__init__.py names what users import

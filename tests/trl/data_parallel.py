@@ -35,7 +35,9 @@ def reward_of_one_rank(
     return modular_reward(completion_ids)
 
 
-_UNEQUAL = Setting(rewards=(reward_of_one_rank,))
+_UNEQUAL = Setting(
+    rewards=(reward_of_one_rank,), longstraw={"longstraw_replay_batch": 1}  # replays are counted
+)
 SETTINGS = {
     "sgd": _UNEQUAL,
     # Accumulation over half groups, the normalizer gathered over ranks, and a reference model.

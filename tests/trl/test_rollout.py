@@ -176,7 +176,7 @@ def test_one_capture_serves_rollout_score_and_replay(model_path: ModelPath, tmp_
     assert ledger.num_captures == 6
     records = {record["phase"]: record for record in ledger.table()}
     assert records["capture"]["calls"] == records["prompt_backward"]["calls"] == 6
-    assert records["rollout"]["calls"] == 6
+    assert records["rollout"]["calls"] == 3  # both groups of a step together
     # The rollout adds response tokens only; the prompt's are counted where they were captured.
     assert records["rollout"]["tokens"] <= 3 * 8 * LONGEST_COMPLETION
 
@@ -282,21 +282,164 @@ CONVERSATION = Setting(
 )
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "num_captures"), [(512, 2), (64, 4)], ids=["continues", "captured again"]
-)
+@pytest.mark.parametrize("chunk_size", [512, 64])
 def test_a_tool_loop_continues_from_the_captured_prompt(
-    chunk_size: int, num_captures: int, model_path: ModelPath, tmp_path: Path
+    chunk_size: int, model_path: ModelPath, tmp_path: Path
 ) -> None:
-    """The turn after a tool's answer reads the prompt's pages and runs what came since, if that is
-    less than a chunk; the training then replays whole conversations on the prompt.
+    """The turn after a tool's answer reads the prompt's pages; what came since becomes a segment of
+    its own, whatever its length, and the training replays whole conversations on both.
 
-    All rows of a group make the same call, so the longer prompt, where it is captured, is captured
-    once per group as well. Tokens, weights and metrics are stock TRL's in both cases.
+    All rows of a group make the same call, so the second segment is captured once per group as
+    well. Tokens, weights and metrics are stock TRL's.
     """
     setting = replace(CONVERSATION, longstraw={"longstraw_chunk_size": chunk_size,
                                                "longstraw_page_size": 64})  # fmt: skip
     _, ours = assert_same_rollout(f"tool loop, {chunk_size}", setting, model_path, tmp_path)
     assert ours.trainer._shares_rollout
     assert ours.logged("tools/call_frequency") == [1.0, 1.0]
-    assert ours.trainer.engine.ledger.num_captures == num_captures
+    assert ours.trainer.engine.ledger.num_captures == 4
+
+
+def read_page(page: int) -> str:
+    """
+    Read a page.
+
+    Args:
+        page: Which.
+
+    Returns:
+        Its text, which is longer than the prompt.
+    """
+    return f"page {page}: " + "lorem ipsum dolor sit amet " * 20
+
+
+class Script:
+    """Members of a group call a tool in four turns; the first two are the same for all of them.
+
+    The fifth turn, and what the policy says in the others, is generated in earnest.
+
+    Attributes:
+        contexts: what each turn was generated from, per rollout and turn.
+    """
+
+    def __init__(self) -> None:
+        self.contexts: list[list[list[list[int]]]] = []
+
+    def __call__(self, trainer: GRPOTrainer) -> None:
+        generate = trainer._generate_single_turn
+
+        def turn(prompt_ids: Any, images: Any, fields: Any, num: int, **kwargs: Any) -> Any:
+            if num > 1:
+                self.contexts.append([])
+            self.contexts[-1].append([list(ids) for ids in prompt_ids])
+            completions, logprobs = generate(prompt_ids, images, fields, num, **kwargs)
+            number = len(self.contexts[-1])
+            if number == 5:
+                return completions, logprobs
+            pages = [number if number <= 2 else 10 * number + i for i in range(len(prompt_ids))]
+            texts = [call_of("read_page", page=page) for page in pages]
+            return [trainer.processing_class(text)["input_ids"] for text in texts], logprobs
+
+        trainer._generate_single_turn = _with_keyword(turn)
+
+
+def _with_keyword(turn: Any) -> Any:
+    """TRL gives the number of generations by place or by name."""
+
+    def called(ids: Any, images: Any, fields: Any, num_generations: int, **kwargs: Any) -> Any:
+        return turn(ids, images, fields, num_generations, **kwargs)
+
+    return called
+
+
+def test_five_turns_are_captured_once_and_train_as_stock_trl(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    """Four members that share two turns, tool answers longer than the prompt and than a chunk.
+
+    After three steps weights and metrics are stock TRL's. Captured is each new token of each
+    context once, for all members that have the context.
+    """
+    scripts: list[Script] = []
+
+    def prepare(trainer: GRPOTrainer) -> None:
+        scripts.append(Script())
+        scripts[-1](trainer)
+
+    setting = replace(
+        CONVERSATION,
+        trainer=lambda: {"tools": [read_page]},
+        prepare=prepare,
+        longstraw={"longstraw_chunk_size": 256, "longstraw_page_size": 64},
+    ).but(max_completion_length=4000, max_steps=3)
+    setting = replace(setting, variant={**setting.variant, "max_position_embeddings": 8192})
+    _, ours = assert_same_rollout("five turns", setting, model_path, tmp_path)
+    assert ours.logged("tools/call_frequency") == [4.0] * 3
+    expected = 0
+    for turns in scripts[-1].contexts:
+        before = [1] * len(turns[0])  # the last token of a context is run with what follows it
+        for contexts in turns:
+            new = {tuple(ids): len(ids) - n for ids, n in zip(contexts, before, strict=True)}
+            expected += sum(new.values())
+            before = [len(ids) for ids in contexts]
+    captured = [r for r in ours.trainer.engine.ledger.table() if r["phase"] == "capture"]
+    assert captured[0]["tokens"] == expected
+
+
+class AgentRollout:
+    """A loop of one's own: three turns with an answer of some environment after each.
+
+    With `generate_turn` where there is one; both trainers decode greedily, so they say the same.
+
+    Attributes:
+        num_context_tokens: what a loop that runs each context whole would run.
+    """
+
+    def __init__(self) -> None:
+        self.num_context_tokens = 0
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        tokenizer = trainer.processing_class
+        prompt_ids = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        contexts, masks = [list(ids) for ids in prompt_ids], [[] for _ in prompts]
+        answer = tokenizer("\n<tool_response>" + "so it is " * 15 + "</tool_response>\n")[
+            "input_ids"
+        ]
+        for number in range(3):
+            self.num_context_tokens += sum(len(ids) for ids in contexts)
+            if hasattr(trainer, "generate_turn"):
+                said = trainer.generate_turn(contexts)
+            else:
+                said, _ = trainer._generate_single_turn(contexts, None, {}, 1)
+            for i, ids in enumerate(said):
+                reply = [] if number == 2 else answer[: 20 + 30 * (i % 4)]
+                contexts[i] += list(ids) + reply
+                masks[i] += [1] * len(ids) + [0] * len(reply)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [ids[len(p) :] for ids, p in zip(contexts, prompt_ids, strict=True)],
+            "logprobs": None,
+            "env_mask": masks,
+        }
+
+
+def test_a_rollout_func_grows_contexts_from_captured_state(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    rollouts: list[AgentRollout] = []
+
+    def rollout_func() -> dict[str, Any]:
+        rollouts.append(AgentRollout())
+        return {"rollout_func": rollouts[-1]}
+
+    setting = replace(
+        CONVERSATION,
+        trainer=rollout_func,
+        prepare=lambda trainer: None,
+        longstraw={"longstraw_chunk_size": 64, "longstraw_page_size": 32},
+    ).but(max_completion_length=600, max_steps=3)
+    _, ours = assert_same_rollout("rollout_func", setting, model_path, tmp_path)
+    captured = [r for r in ours.trainer.engine.ledger.table() if r["phase"] == "capture"]
+    assert captured[0]["tokens"] < rollouts[-1].num_context_tokens / 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from longstraw.prompts import CapturedPrompts
+from longstraw.captured import CapturedSegments
 from longstraw.state import SegmentState
 from tests.trl.parity import (
     EOS,
@@ -76,14 +76,14 @@ def test_each_prompt_is_captured_once_per_policy_version(
 ) -> None:
     """However TRL slices the batch. The number is exact: groups times versions that run them."""
     held: list[tuple[Any, ...]] = []
-    hold = CapturedPrompts.hold
+    hold = CapturedSegments.hold
 
-    def watched(prompts: CapturedPrompts, state: SegmentState) -> None:
+    def watched(captured: CapturedSegments, state: SegmentState) -> None:
         ids = tuple(state.segment.token_ids.flatten().tolist())
-        held.append((id(prompts), ids, state.policy_version))
-        hold(prompts, state)
+        held.append((id(captured), ids, state.policy_version))
+        hold(captured, state)
 
-    monkeypatch.setattr(CapturedPrompts, "hold", watched)
+    monkeypatch.setattr(CapturedSegments, "hold", watched)
     config, num_captures = SLICINGS[name]
     outcome = train_ours(Setting(config=config), model_path, tmp_path)
     assert outcome.trainer.engine.ledger.num_captures == num_captures
@@ -147,6 +147,9 @@ def test_no_state_outlives_its_use(setting: Setting, model_path: ModelPath, tmp_
 # ---------------------------------------------------------------- replays
 
 
+ONE_AT_A_TIME = {"longstraw_replay_batch": 1}
+
+
 def two_at_the_mean(completions: list[str], **_: Any) -> list[float]:
     """In each group of four, the second and the fourth get the group's mean: advantage zero."""
     return [(1.0, 0.5, 0.0, 0.5)[i % 4] for i in range(len(completions))]
@@ -176,7 +179,7 @@ def test_a_group_without_advantages_costs_no_backward(
     model_path: ModelPath, tmp_path: Path
 ) -> None:
     """All rewards alike: neither members nor prompt are run again after scoring."""
-    setting = Setting(rewards=(all_alike,), config={"max_steps": 3})
+    setting = Setting(rewards=(all_alike,), config={"max_steps": 3}, longstraw=ONE_AT_A_TIME)
     outcome = train_ours(setting, model_path, tmp_path)
     assert outcome.logged("longstraw/members_skipped") == [4.0, 4.0, 4.0]
     assert calls(outcome, "score") == 12
@@ -192,7 +195,10 @@ def test_members_without_advantage_are_replayed_when_something_else_needs_it(
     The adapter is random, so that the policy differs from its reference from the start.
     """
     setting = Setting(
-        rewards=(all_alike,), config={"max_steps": 3, **options}, trainer=random_adapter
+        rewards=(all_alike,),
+        config={"max_steps": 3, **options},
+        trainer=random_adapter,
+        longstraw=ONE_AT_A_TIME,
     )
     outcome = train_ours(setting, model_path, tmp_path)
     assert outcome.logged("longstraw/members_skipped") == [0.0, 0.0, 0.0]
@@ -213,7 +219,9 @@ def test_masked_completions_are_neither_scored_nor_replayed(
         }
 
     setting = Setting(
-        rollout=lambda: rollout, config={"max_steps": 3, "mask_truncated_completions": True}
+        rollout=lambda: rollout,
+        config={"max_steps": 3, "mask_truncated_completions": True},
+        longstraw=ONE_AT_A_TIME,
     )
     outcome = train_ours(setting, model_path, tmp_path)
     assert calls(outcome, "score") == calls(outcome, "replay") == 3 * 2

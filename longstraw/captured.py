@@ -1,0 +1,141 @@
+"""The segments whose state is held: found by their tokens and the weights they were captured with.
+
+Generation, scoring and replay meet here, so that tokens are captured once however a trainer slices
+its batches, and however a conversation grows: what continues a held segment becomes its child.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .state import PageStore, SegmentState
+
+
+class CapturedSegments:
+    """States of segments, least recently used first, as a forest.
+
+    A state is *pending* when members or children were replayed and its own backward is still to
+    come. Pending states, and those that others continue, are not dropped to make room.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._states: list[SegmentState] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of state and cotangents that were held at a time."""
+        return self._store.peak_bytes
+
+    # ---------------------------------------------------------------- finding
+
+    def path(self, token_ids: Tensor, version: object) -> list[SegmentState]:
+        """The held states under `version` that `token_ids` runs through, roots first.
+
+        Args:
+            token_ids: 1-D, on the CPU. Its last token is in no state, see `find`.
+        """
+        path: list[SegmentState] = []
+        here = [s for s in self.roots() if s.policy_version == version]
+        start = 0
+        while True:
+            rest = token_ids[start:-1]
+            fits = [s for s in here if 0 < s.segment.num_tokens and _begins(s, rest)]
+            if not fits:
+                break
+            path.append(max(fits, key=lambda s: s.segment.num_tokens))
+            start, here = path[-1].segment.end, self.children(path[-1])
+        for state in path:
+            self._touch(state)
+        return path
+
+    def find(self, token_ids: Tensor, version: object) -> SegmentState | None:
+        """The state of `token_ids[:-1]` under `version`, if it is held. `token_ids` on the CPU."""
+        if token_ids.numel() == 1:  # the state of no token
+            empty = [s for s in self.roots() if s.segment.num_tokens == 0]
+            return next((s for s in empty if s.policy_version == version), None)
+        path = self.path(token_ids, version)
+        is_whole = bool(path) and path[-1].segment.end == token_ids.numel() - 1
+        return path[-1] if is_whole else None
+
+    def roots(self) -> list[SegmentState]:
+        """States that begin a sequence."""
+        return [state for state in self._states if state.parent is None]
+
+    def children(self, state: SegmentState) -> list[SegmentState]:
+        """Held states that continue `state`."""
+        return [other for other in self._states if other.parent is state]
+
+    def states(self) -> list[SegmentState]:
+        """All of them; one comes after all that continue it."""
+        return sorted(self._states, key=lambda state: -state.depth)
+
+    def pending(self) -> list[SegmentState]:
+        """States that wait for their own backward, in the order in which they may have it."""
+        return [state for state in self.states() if state.has_cotangent]
+
+    # ---------------------------------------------------------------- holding
+
+    def hold(self, state: SegmentState) -> None:
+        """Keep a captured segment until it is dropped."""
+        assert state.parent is None or any(state.parent is s for s in self._states)
+        self._states.append(state)
+
+    def drop(self, state: SegmentState) -> None:
+        """Free a state, and all that continue it: they cannot be read without it."""
+        for child in self.children(state):
+            self.drop(child)
+        state.free()
+        self._states = [other for other in self._states if other is not state]
+
+    def drop_unused(
+        self,
+        is_wanted: Callable[[], bool] = lambda: False,
+        keep: Sequence[SegmentState] = (),
+    ) -> None:
+        """Drop states that can be captured again, oldest first, until `is_wanted`."""
+        while not is_wanted():
+            unused = next((s for s in self._states if self._is_unused(s, keep)), None)
+            if unused is None:
+                return
+            self.drop(unused)
+
+    def drop_stale(self, version: object) -> None:
+        """Free every state of other weights."""
+        for state in self.states():
+            if state.policy_version != version:
+                self.drop(state)
+
+    def make_room(self, num_bytes: int, keep: Sequence[SegmentState] = ()) -> None:
+        """Drop states that can be captured again until `num_bytes` more fit."""
+        self.drop_unused(lambda: self._store.fits(num_bytes), keep)
+
+    def release(self, state: SegmentState) -> None:
+        """Drop a state with what continues it, and what only led to it, unless it is pending."""
+        if any(s.has_cotangent for s in (state, *self._descendants(state))):
+            return
+        parent = state.parent
+        self.drop(state)
+        if parent is not None and not parent.has_cotangent and not self.children(parent):
+            self.release(parent)
+
+    def _descendants(self, state: SegmentState) -> list[SegmentState]:
+        children = self.children(state)
+        return children + [d for child in children for d in self._descendants(child)]
+
+    def _is_unused(self, state: SegmentState, keep: Sequence[SegmentState]) -> bool:
+        is_kept = any(state is kept for kept in keep)
+        return not (is_kept or state.has_cotangent or self.children(state))
+
+    def _touch(self, state: SegmentState) -> None:
+        self._states.remove(state)
+        self._states.append(state)
+
+
+def _begins(state: SegmentState, token_ids: Tensor) -> bool:
+    tokens = state.tokens_on_cpu
+    return tokens.numel() <= token_ids.numel() and torch.equal(tokens, token_ids[: tokens.numel()])

@@ -1,0 +1,391 @@
+"""Conversations that grow turn by turn: each turn is a segment, and the gradient covers all of it.
+
+The reference is the definition on each member's whole sequence; it knows nothing of turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longstraw import Engine, EngineConfig, GroupScores, PromptGroup, generate
+from longstraw.audit import full_sequence_step
+from longstraw.errors import ShapeError
+from tests.engine.compare import RandomLoss, gradients, worst_error
+from tests.models import VOCAB, Float64Islands, tiny_model
+
+TOLERANCE = 1e-9
+NUM_MEMBERS = 4
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Four members that share the first two of five turns.
+
+    Attributes:
+        group: prompt and whole responses; tool tokens are marked as context.
+        contexts: per turn, what each member's next turn is generated from.
+    """
+
+    group: PromptGroup
+    contexts: list[list[Tensor]]
+
+
+def make_conversation(
+    seed: int = 1, prompt_len: int = 21, num_members: int = NUM_MEMBERS
+) -> Conversation:
+    """Turns of 3 to 6 tokens; tool answers of 5 to 45, one longer than the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(2, VOCAB, (length,), generator=generator)
+
+    prompt = ids(prompt_len)
+    responses = [torch.empty(0, dtype=torch.long) for _ in range(num_members)]
+    masks = [torch.empty(0, dtype=torch.long) for _ in range(num_members)]
+    contexts = []
+    for turn, (said, answered) in enumerate([(5, 45), (3, 12), (4, 9), (6, 5), (2, 0)]):
+        common = (ids(said), ids(answered))
+        for i in range(num_members):
+            parts = common if turn < 2 else (ids(said + i), ids(answered))
+            responses[i] = torch.cat([responses[i], *parts])
+            ones, zeros = torch.ones_like(parts[0]), torch.zeros_like(parts[1])
+            masks[i] = torch.cat([masks[i], ones, zeros])
+        if answered:
+            contexts.append([torch.cat([prompt, response]) for response in responses])
+    return Conversation(PromptGroup(prompt, responses, loss_masks=masks), [[prompt], *contexts])
+
+
+class MaskedLoss:
+    """`RandomLoss` of the tokens that the masks leave, as a trainer does it."""
+
+    def __init__(self, groups: Sequence[PromptGroup]) -> None:
+        self.loss = RandomLoss(groups)
+        self.groups = groups
+
+    def __call__(self, scores: list[GroupScores]) -> Tensor:
+        masked = []
+        for group, score in zip(self.groups, scores, strict=True):
+            mask = torch.zeros_like(score.logps)
+            for row, part in zip(mask, group.loss_masks or (), strict=True):
+                row[: part.numel()] = part
+            masked.append(
+                replace(score, logps=score.logps * mask, entropies=score.entropies * mask)
+            )
+        return self.loss(masked)
+
+
+def reference_gradients(
+    model: nn.Module, groups: Sequence[PromptGroup], mode: str, **options: Any
+) -> dict[str, Tensor]:
+    with Float64Islands():
+        full_sequence_step(model, groups, MaskedLoss(groups), prompt_gradient=mode, **options)
+    return gradients(model)
+
+
+def make_engine(model: nn.Module, **changes: Any) -> Engine:
+    options = {"chunk_size": 16, "page_size": 8, "min_shared_tokens": 4, **changes}
+    return Engine(model, EngineConfig(**options))
+
+
+def roll_out(engine: Engine, conversation: Conversation) -> None:
+    """What a tool loop does: every member's context is captured before its next turn."""
+    with Float64Islands():
+        for contexts in conversation.contexts:
+            engine.capture_shared(contexts)
+            for context in contexts:
+                engine.capture(context)
+
+
+def update(engine: Engine, groups: Sequence[PromptGroup]) -> dict[str, Tensor]:
+    with Float64Islands():
+        engine.accumulate(groups, MaskedLoss(groups))
+        engine.finalize()
+    assert engine.store.bytes_in_use == 0 and engine.store.num_pages == 0
+    return gradients(engine.decoder.model)
+
+
+def tokens(engine: Engine, phase: str) -> int:
+    """How many tokens a phase has passed through the model."""
+    return sum(row["tokens"] for row in engine.ledger.table() if row["phase"] == phase)
+
+
+def num_unique(sequences: Sequence[Tensor]) -> int:
+    """Tokens that are left when what sequences begin with in common counts once."""
+    return len({tuple(s[: i + 1].tolist()) for s in sequences for i in range(len(s))})
+
+
+def test_no_turn_is_captured_twice() -> None:
+    """Five turns, four members, the first two turns in common.
+
+    The last token of a context is run with what follows it, as a prompt's is with each response:
+    where the four part it is run four times instead of once.
+    """
+    conversation = make_conversation()
+    engine = make_engine(tiny_model("llama").double())
+    roll_out(engine, conversation)
+    last = conversation.contexts[-1]
+    assert tokens(engine, "capture") == num_unique([c[:-1] for c in last]) + (NUM_MEMBERS - 1)
+    before = tokens(engine, "capture")
+    update(engine, [conversation.group])
+    assert tokens(engine, "capture") == before, "the update captured what the rollout had captured"
+
+
+def test_an_update_runs_each_shared_turn_once() -> None:
+    """Without a rollout of ours: what members have in common is scored and replayed once."""
+    group = make_conversation().group
+    engine = make_engine(tiny_model("llama").double())
+    update(engine, [group])
+    sequences = [torch.cat([group.prompt_ids[-1:], ids[:-1]]) for ids in group.completion_ids]
+    expected = num_unique(sequences) + (NUM_MEMBERS - 1)
+    assert tokens(engine, "score") == expected
+    assert tokens(engine, "replay") == expected
+    assert sum(len(s) for s in sequences) > 1.9 * expected
+    assert tokens(engine, "capture") == group.prompt_len - 1
+
+
+@pytest.mark.parametrize("rolled_out", [True, False], ids=["rolled out", "given"])
+@pytest.mark.parametrize("mode", ["exact", "stopped"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
+def test_the_gradient_is_that_of_the_full_sequences(
+    family: str, mode: str, rolled_out: bool
+) -> None:
+    """Stopped holds the prompt constant and not the turns: these are the policy's."""
+    conversation = make_conversation()
+    model = tiny_model(family).double()
+    engine = make_engine(model, prompt_gradient=mode)
+    if rolled_out:
+        roll_out(engine, conversation)
+    error, name = worst_error(
+        update(engine, [conversation.group]),
+        reference_gradients(model, [conversation.group], mode),
+    )
+    assert error <= TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_size": 3, "page_size": 2},
+        {"chunk_size": 512, "page_size": 512},
+        {"replay_batch": 4},
+        {"min_shared_tokens": 1},
+        {"min_shared_tokens": 10_000},
+        {"page_device": "host"},
+    ],
+    ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()),
+)
+def test_no_option_changes_it(changes: dict[str, Any]) -> None:
+    conversation = make_conversation()
+    model = tiny_model("llama").double()
+    engine = make_engine(model, **changes)
+    roll_out(engine, conversation)
+    error, name = worst_error(
+        update(engine, [conversation.group]),
+        reference_gradients(model, [conversation.group], "exact"),
+    )
+    assert error <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("rolled_out", [True, False], ids=["rolled out", "given"])
+def test_routing_statistics_count_each_members_whole_way(rolled_out: bool) -> None:
+    """The load-balancing loss sees every token of every member once, shared ones for each."""
+    conversation = make_conversation()
+    model = tiny_model("qwen3_moe").double()
+    engine = make_engine(model, router_statistics=True)
+    if rolled_out:
+        roll_out(engine, conversation)
+    error, name = worst_error(
+        update(engine, [conversation.group]),
+        reference_gradients(model, [conversation.group], "exact", with_router=True),
+    )
+    assert error <= TOLERANCE, name
+
+
+def test_context_tokens_get_no_score() -> None:
+    group = make_conversation().group
+    engine = make_engine(tiny_model("llama"))
+    scores = engine.score(group)
+    plain = engine.score(replace(group, loss_masks=None))
+    for i, mask in enumerate(group.loss_masks or ()):
+        row = scores.logps[i, : mask.numel()]
+        assert torch.equal(row != 0, mask.bool())
+        expected = plain.logps[i, : mask.numel()][mask.bool()]
+        torch.testing.assert_close(row[mask.bool()], expected)
+
+
+def test_turns_dropped_to_make_room_are_captured_again() -> None:
+    """A budget in which the turns of twelve members do not stand together: the same gradient."""
+    conversation = make_conversation(num_members=12)
+    model = tiny_model("llama").double()
+    ample = make_engine(model)
+    roll_out(ample, conversation)
+    budget = ample.store.bytes_in_use * 6 // 10
+    engine = make_engine(model, state_budget_bytes=budget)
+    roll_out(engine, conversation)
+    assert tokens(engine, "capture") > tokens(ample, "capture")
+    ours = update(engine, [conversation.group])
+    assert engine.store.peak_bytes <= budget
+    error, name = worst_error(ours, reference_gradients(model, [conversation.group], "exact"))
+    assert error <= TOLERANCE, name
+
+
+def test_members_without_a_gradient_leave_nothing_behind() -> None:
+    """Turns captured for them are freed with the prompt."""
+    conversation = make_conversation()
+    model = tiny_model("llama").double()
+    engine = make_engine(model)
+    roll_out(engine, conversation)
+    with Float64Islands():
+        report = engine.accumulate(
+            [conversation.group], lambda scores: (scores[0].logps[1] ** 2).sum()
+        )
+    assert (report.num_replayed, report.num_skipped) == (1, 3)
+    assert engine.store.bytes_in_use == 0
+    ours = gradients(model)
+    with Float64Islands():
+        full_sequence_step(
+            model,
+            [conversation.group],
+            lambda scores: (scores[0].logps[1] ** 2 * pad(conversation.group, scores[0])[1]).sum(),
+        )
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+def pad(group: PromptGroup, scores: GroupScores) -> Tensor:
+    """The group's loss masks, shaped like its scores."""
+    mask = torch.zeros_like(scores.logps)
+    for row, part in zip(mask, group.loss_masks or (), strict=True):
+        row[: part.numel()] = part
+    return mask
+
+
+def test_equal_members_are_run_once() -> None:
+    """Eight members, two different: one-word answers repeat."""
+    group = PromptGroup(torch.arange(2, 30), [torch.tensor(ids) for ids in [(5, 6, 7), (8, 9)] * 4])
+    model = tiny_model("llama").double()
+    engine = make_engine(model, min_shared_tokens=256, replay_batch=1)
+    with Float64Islands():
+        report = engine.accumulate([group], RandomLoss([group]))
+    assert report.num_replayed == 8
+    assert tokens(engine, "replay") == 5
+    ours = gradients(model)
+    with Float64Islands():
+        full_sequence_step(model, [group], RandomLoss([group]))
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+# ------------------------------------------------------------------- prompts that share
+
+
+def prompts_that_share(num_groups: int = 3, shared: int = 37) -> list[PromptGroup]:
+    """One document and several questions about it, and one prompt that is the document."""
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(2, VOCAB, (length,), generator=generator)
+
+    document = ids(shared)
+    prompts = [torch.cat([document, ids(7 + i)]) for i in range(num_groups - 1)] + [document]
+    return [PromptGroup(prompt, [ids(4), ids(9)]) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", ["exact", "stopped"])
+def test_prompts_share_the_document_they_begin_with(mode: str) -> None:
+    groups = prompts_that_share()
+    model = tiny_model("llama").double()
+    engine = make_engine(model, prompt_gradient=mode)
+    with Float64Islands():
+        engine.accumulate(groups, RandomLoss(groups))
+    assert engine.store.bytes_in_use == 0
+    prompts = [group.prompt_ids[:-1] for group in groups]
+    # The document's last token is run with each question.
+    assert tokens(engine, "capture") == num_unique(prompts) + 1
+    if mode == "exact":
+        assert tokens(engine, "prompt_backward") == num_unique(prompts) + 1
+    ours = gradients(model)
+    with Float64Islands():
+        full_sequence_step(model, groups, RandomLoss(groups), prompt_gradient=mode)
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_shared_document_waits_for_all_that_continue_it(order: tuple[int, ...]) -> None:
+    """Captured together, trained in one micro-batch each: its backward runs once, after them."""
+    groups = prompts_that_share()
+    model = tiny_model("llama").double()
+    engine = make_engine(model)
+    with Float64Islands():
+        engine.capture_shared([group.prompt_ids for group in groups])
+        for group in groups:
+            engine.capture(group.prompt_ids)
+        captured = tokens(engine, "capture")
+        for i in order:
+            engine.accumulate([groups[i]], RandomLoss([groups[i]]))
+        engine.finalize()
+    assert engine.store.bytes_in_use == 0
+    assert tokens(engine, "capture") == captured
+    assert tokens(engine, "prompt_backward") == captured
+    ours = gradients(model)
+    with Float64Islands():
+        for group in groups:
+            full_sequence_step(model, [group], RandomLoss([group]))
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+def test_an_optimizer_step_does_not_wait_for_groups_of_the_next_one() -> None:
+    """What is pending is finished for this step; the next one captures anew."""
+    groups = prompts_that_share()
+    model = tiny_model("llama").double()
+    engine = make_engine(model)
+    with Float64Islands():
+        engine.capture_shared([group.prompt_ids for group in groups])
+        for group in groups:
+            engine.capture(group.prompt_ids)
+        engine.accumulate(groups[:1], RandomLoss(groups[:1]))
+        engine.finalize()
+    ours = gradients(model)
+    engine.weights_changed()
+    assert engine.store.bytes_in_use == 0
+    with Float64Islands():
+        full_sequence_step(model, groups[:1], RandomLoss(groups[:1]))
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+def test_releasing_a_prompt_frees_what_only_led_to_it() -> None:
+    groups = prompts_that_share()
+    engine = make_engine(tiny_model("llama"))
+    engine.capture_shared([group.prompt_ids for group in groups])
+    for group in groups:
+        engine.capture(group.prompt_ids)
+    for group in groups:
+        engine.release(group.prompt_ids)
+    assert engine.store.bytes_in_use == 0
+
+
+def test_turns_are_decoded_as_whole_contexts_are() -> None:
+    """Greedy tokens of `generate` on each context, from segments of earlier turns."""
+    conversation = make_conversation()
+    model = tiny_model("gemma3")
+    engine = make_engine(model)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    for contexts in conversation.contexts:
+        engine.capture_shared(contexts)
+        for context in contexts:
+            found = generate(engine, context, 1, **options)
+            row = context[None]
+            plain = model.generate(row, attention_mask=torch.ones_like(row), **options)
+            assert torch.equal(found, plain)
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"loss_masks of \[2\] tokens for responses of \[3\]"):
+        PromptGroup(torch.arange(4), [torch.arange(3)], loss_masks=[torch.ones(2)])
