@@ -5,6 +5,9 @@
         --dataset_name my-org/my-dataset --reward_funcs my_package.rewards.exact_match \
         --output_dir out --num_generations 8 --max_completion_length 1024
 
+`--dataset_name` may be a local file as well (.jsonl, .json, .parquet, .csv). Each row has a
+`prompt`; where it contains `{document}`, the text of the row's `document_file` is put there.
+
 `--help` lists all options: those below, TRL's `GRPOConfig` with the added `longstraw_*` ones, and
 TRL's `ModelConfig` (LoRA, quantization). `--config run.yaml` reads them from a file.
 """
@@ -21,13 +24,19 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_integration import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Loaders of `datasets` by the ending of a file."""
+
 
 @dataclass
 class ScriptArguments:
     """Which data and which rewards."""
 
     dataset_name: str = field(
-        metadata={"help": "Hub id, folder of data files, or folder written by `save_to_disk`."}
+        metadata={
+            "help": "Hub id, data file (.jsonl, .json, .parquet, .csv), folder of data files, or "
+            "folder written by `save_to_disk`."
+        }
     )
     reward_funcs: list[str] = field(
         metadata={"help": "Import paths (`my_package.rewards.f`), or names in `trl.rewards`."}
@@ -35,15 +44,31 @@ class ScriptArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration on the Hub."})
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
     eval_split: str | None = field(default=None, metadata={"help": "Split to evaluate on, if any."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read rows as they are needed; `--max_steps` is required."}
+    )
 
 
-def load_split(name: str, config: str | None, split: str) -> Dataset | IterableDataset:
-    """Read one split from disk or from the Hub."""
-    folder = Path(name)
-    if not any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return load_dataset(name, config, split=split)
+def load_split(
+    name: str, config: str | None, split: str, streaming: bool = False
+) -> Dataset | IterableDataset:
+    """Read one split from disk or from the Hub.
+
+    Raises:
+        ValueError: a folder written by `save_to_disk` has no such split.
+    """
+    path = Path(name)
+    if path.suffix in FILE_FORMATS:  # one file is one split, which `datasets` calls train
+        loader = FILE_FORMATS[path.suffix]
+        return load_dataset(loader, data_files=name, split=split, streaming=streaming)
+    if not any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return load_dataset(name, config, split=split, streaming=streaming)
     saved = load_from_disk(name)  # a folder written by `save_to_disk`
-    return saved[split] if isinstance(saved, DatasetDict) else saved
+    if isinstance(saved, DatasetDict):
+        if split not in saved:
+            raise ValueError(f"{name} has the splits {list(saved)} and none named {split!r}.")
+        saved = saved[split]
+    return saved.to_iterable_dataset() if streaming else saved
 
 
 def load_reward(path: str) -> Callable[..., list[float]]:
@@ -82,7 +107,7 @@ def main(
         model=model_args.model_name_or_path,
         reward_funcs=[load_reward(path) for path in script_args.reward_funcs],
         args=training_args,
-        train_dataset=load_split(*source, script_args.dataset_split),
+        train_dataset=load_split(*source, script_args.dataset_split, script_args.dataset_streaming),
         eval_dataset=load_split(*source, eval_split) if eval_split else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),

@@ -5,16 +5,22 @@ Each check raises with what was found, what is needed and what to change.
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import datasets
 from transformers import ProcessorMixin
 
 from longstraw import ConfigError, DataError
 
+from .prompt_reader import PLACEHOLDER, document_path
+
 if TYPE_CHECKING:
     from .config import LongStrawGRPOConfig
+
+logger = logging.getLogger(__name__)
 
 # Optimizers that update parameters inside backward, so a second replay would see other weights.
 _UPDATING_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
@@ -64,6 +70,12 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
             "it off; log-probs are chunked over rows already.",
         ),
         (
+            args.longstraw_logged_prompt_chars is not None
+            and args.longstraw_logged_prompt_chars < 1,
+            f"longstraw_logged_prompt_chars={args.longstraw_logged_prompt_chars}: give a positive "
+            "number of characters, or None for whole prompts.",
+        ),
+        (
             args.neftune_noise_alpha is not None,
             "neftune_noise_alpha is set: a replay would draw other noise than the capture. "
             "Leave it out.",
@@ -81,19 +93,86 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
     ]
 
 
-def check_dataset(dataset: Any, name: str, has_environment: bool) -> None:
-    """Raise if a dataset with known columns has no `prompt`."""
+def check_dataset(dataset: Any, name: str, has_environment: bool, folder: str | None) -> None:
+    """Raise if a dataset with known columns cannot give prompts; see `prompt_reader`.
+
+    What differs from row to row is checked by `PromptReader`, but for files of a dataset that is
+    there as a whole: one that is missing would end the run when its row comes.
+
+    Args:
+        folder: what a relative `document_file` is relative to.
+    """
     if isinstance(dataset, dict):
         for key, part in dataset.items():
-            check_dataset(part, f"{name}[{key!r}]", has_environment)
+            check_dataset(part, f"{name}[{key!r}]", has_environment, folder)
         return
     columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, Sequence) or has_environment:
+    if not isinstance(columns, Sequence):
         return
-    if "prompt" not in columns:
+    if not has_environment and "prompt" not in columns:
+        if "document_file" in columns:
+            raise DataError(
+                f"{name} has a column 'document_file' and none named 'prompt', which says where "
+                f"the text of the file belongs. Add one; {PLACEHOLDER!r} alone is the whole file."
+            )
+        if "prompt_ids" not in columns:
+            raise DataError(
+                f"{name} has columns {list(columns)} and none named 'prompt'. Rename the one that "
+                "holds the prompt, for example dataset.rename_column('question', 'prompt'), or "
+                "give token ids as 'prompt_ids'."
+            )
+    _check_column_types(getattr(dataset, "features", None) or {}, name)
+    if isinstance(dataset, datasets.Dataset):
+        _check_documents(dataset, name, folder)
+
+
+def _check_column_types(features: Mapping[str, Any], name: str) -> None:
+    ids = features.get("prompt_ids")
+    element = str(getattr(getattr(ids, "feature", None), "dtype", ""))
+    if ids is not None and not (element.startswith(("int", "uint")) or _is_empty(ids)):
         raise DataError(
-            f"{name} has columns {list(columns)} and none named 'prompt'. Rename the one that "
-            "holds the prompt, for example dataset.rename_column('question', 'prompt')."
+            f"the column 'prompt_ids' of {name} has type {ids}. Give a flat list of whole numbers "
+            "per row."
+        )
+    file = features.get("document_file")
+    is_path = getattr(file, "dtype", "") in ("string", "large_string")
+    if file is not None and not (is_path or _is_empty(file)):
+        raise DataError(
+            f"the column 'document_file' of {name} has type {file}. Give the path of one text file "
+            "per row, or None."
+        )
+
+
+def _is_empty(feature: Any) -> bool:
+    """Whether a column holds nothing that would show its type."""
+    return "null" in (getattr(f, "dtype", "") for f in (feature, getattr(feature, "feature", None)))
+
+
+def _check_documents(dataset: datasets.Dataset, name: str, folder: str | None) -> None:
+    if "document_file" not in dataset.column_names:
+        _warn_of_unused_placeholder(dataset, name)
+        return
+    column: Any = dataset.select_columns(["document_file"]).with_format("arrow")[:]
+    files = [file for file in column.column(0).unique().to_pylist() if file is not None]
+    paths = [document_path(file, folder, f"a row of {name}") for file in files]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        base = f"longstraw_document_dir={folder!r}" if folder else "the working directory"
+        raise DataError(
+            f"{len(missing):,} of the {len(files):,} files in the column 'document_file' of {name} "
+            f"are not there, the first is {str(missing[0].absolute())!r}. Relative paths are "
+            f"relative to {base}. Correct the paths, or set longstraw_document_dir to the folder "
+            "of the files."
+        )
+
+
+def _warn_of_unused_placeholder(dataset: datasets.Dataset, name: str) -> None:
+    if "prompt" not in dataset.column_names or not len(dataset):
+        return
+    if PLACEHOLDER in repr(dataset.select_columns(["prompt"]).with_format(None)[0]["prompt"]):
+        logger.warning(
+            f"The first prompt of {name} contains {PLACEHOLDER}, which stays as it is: no column "
+            f"is named 'document_file' (columns: {dataset.column_names})."
         )
 
 

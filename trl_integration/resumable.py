@@ -29,11 +29,12 @@ from .checkpoints import (
     find_checkpoint,
     keeping_errors_of,
 )
+from .prompt_data import PromptDataGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class ResumableGRPOTrainer(GRPOTrainer):
+class ResumableGRPOTrainer(PromptDataGRPOTrainer):
     """`trl.GRPOTrainer` whose checkpoints hold all that the next step depends on.
 
     * A checkpoint gets its final name when every rank has written its part. Callbacks (`on_save`),

@@ -162,7 +162,7 @@ def _unpack(value: Any, device: torch.device) -> Any:
 
 
 def _printed(trainer: GRPOTrainer) -> dict[str, Any] | None:
-    """The table of completions, where it is printed; it holds a copy of the prompts."""
+    """The table of completions, where it is printed; prompts are in it as logs show them."""
     if not (trainer.log_completions and trainer.accelerator.is_main_process):
         return None
     return {key: _plain(column) for key, column in trainer._logs.items() if key != "images"}
@@ -181,6 +181,8 @@ def _plain(value: Any) -> Any:
     """`value` out of types that `weights_only=True` reads; what else there is, as text."""
     if isinstance(value, Tensor) or type(value) in (type(None), bool, int, float, str):
         return value
+    if isinstance(value, str):  # of a class of its own
+        return str(value)
     if hasattr(value, "items"):
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):  # an array or a number of numpy

@@ -4,8 +4,11 @@
 TRL.
 """
 
+import ast
 import inspect
-from collections.abc import Iterator
+import logging
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +36,10 @@ _METHODS = {
         "compute_aux_loss",
     ),
     "_prepare_inputs": ("generation_batch",),
+    "_generate_and_score_completions": ("inputs",),
     "_tokenize_prompts": ("prompts",),
+    "_get_dataloader": ("dataset",),
+    "_set_signature_columns_if_needed": (),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_get_grad_norm": ("model", "grad_norm"),
     "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
@@ -50,14 +56,16 @@ _METHODS = {
     "_load_rng_state": ("checkpoint",),
 }
 # module function -> why it is needed
-_FUNCTIONS = ("shuffle_sequence_dict", "unwrap_model_for_generation")
+_FUNCTIONS = ("shuffle_sequence_dict", "unwrap_model_for_generation", "logger")
+# What may be done with the prompts when their rewards are known, since they are shortened then.
+_SCORING, _DONE_WITH_SHORTENED = "_generate_and_score_completions", {"len", "gather_object"}
 # The loss must take its log-probs from the method that the trainer overrides.
 _CALLED_BY_LOSS = "_get_per_token_logps_and_entropies"
 
 
 def check_seams() -> None:
     """Raise `ConfigError` if the installed TRL is not shaped as the trainer needs."""
-    problems = [*_missing_methods(), *_missing_functions()]
+    problems = [*_missing_methods(), *_missing_functions(), *_uses_of_shortened_prompts()]
     loss = getattr(GRPOTrainer, "_compute_loss", None)
     if loss is not None and _CALLED_BY_LOSS not in inspect.getsource(loss):
         problems.append(f"_compute_loss does not call {_CALLED_BY_LOSS}")
@@ -85,6 +93,49 @@ def _missing_functions() -> Iterator[str]:
     for name in _FUNCTIONS:
         if not hasattr(grpo_trainer, name):
             yield f"trl.trainer.grpo_trainer.{name} is gone"
+
+
+def _uses_of_shortened_prompts() -> Iterator[str]:
+    scoring = getattr(GRPOTrainer, _SCORING, None)
+    if scoring is None:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(scoring))))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    rewarded = [
+        call.end_lineno or 0
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "_calculate_rewards"
+    ]
+    allowed = {
+        argument
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in _DONE_WITH_SHORTENED
+        for argument in call.args
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "prompts" and node not in allowed:
+            if not rewarded or node.lineno > max(rewarded):
+                yield f"{_SCORING} uses prompts after _calculate_rewards"
+                return
+
+
+@contextmanager
+def brief_warnings(shorten: Callable[[str], str]) -> Iterator[None]:
+    """Inside the context TRL's trainer logs what `shorten` makes of its messages.
+
+    Where no reward function scored a row, TRL logs the whole row.
+    """
+
+    def brief(record: logging.LogRecord) -> bool:
+        record.msg = shorten(str(record.msg))
+        return True
+
+    logger = logging.getLogger(grpo_trainer.__name__)
+    logger.addFilter(brief)
+    try:
+        yield
+    finally:
+        logger.removeFilter(brief)
 
 
 @contextmanager
