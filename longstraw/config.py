@@ -25,7 +25,8 @@ class EngineConfig:
             chunks read the pages before them less often.
         page_size: tokens per page of captured state, the unit that is read and moved.
         replay_batch: most responses of one prompt replayed (and scored) together, right-padded.
-            None: as many as fit `chunk_size` tokens, whose graph is that of a chunk of the prompt.
+            None: as many as have half of `chunk_size` tokens, so that the largest graph is that of
+            a chunk of the prompt.
         min_shared_tokens: fewest tokens that several prompts, or several responses to one, begin
             with for which these are captured once and shared; each shared run is a pass of its own.
             What is captured already is shared whatever its length.

@@ -125,7 +125,7 @@ class MemberPasses:
                 state.is_inner = True
                 self._score_below(state, branch.children, group, sheet)
         if len(branches) > 1:
-            sheet.agree_at_parting(branches)
+            sheet.agree_at_parting(branches, group)
 
     def _score_segment(
         self,
@@ -238,8 +238,9 @@ class MemberPasses:
     def _batches(self, branches: Sequence[Branch]) -> list[list[Branch]]:
         """The ends of members, in order, as many at a time as are run together.
 
-        By default as many as have the tokens of a chunk, padding included: their graph is then no
-        larger than that of a chunk of the prompt, and pages are visited once for all of them.
+        By default as many as have half the tokens of a chunk, padding included. Their graph has the
+        last layer and the head, which a chunk of the prompt has not, and is still the smaller one;
+        and pages are visited once for all of them.
         """
         batches: list[list[Branch]] = []
         for branch in branches:
@@ -256,7 +257,7 @@ class MemberPasses:
         limit = self._config.replay_batch
         if limit is not None:
             return len(rows) <= limit
-        return len(rows) * max(row.num_tokens for row in rows) <= self._config.chunk_size
+        return 2 * len(rows) * max(row.num_tokens for row in rows) <= self._config.chunk_size
 
     def _hold(self, state: SegmentState) -> None:
         self._captured.hold(state)
@@ -294,15 +295,16 @@ class _Sheet:
                     total.num_rows[row : row + 1],
                 )
 
-    def agree_at_parting(self, branches: Sequence[Branch]) -> None:
+    def agree_at_parting(self, branches: Sequence[Branch], group: PromptGroup) -> None:
         """Where members part they share one distribution, but it was run with each of them.
 
         It comes out with other last bits, and a threshold on entropies that falls on it would
         split the group.
         """
-        members = [i for branch in branches for i in branch.members]
         column = branches[0].start
-        if column < self.entropies.shape[1]:
+        members = [i for branch in branches for i in branch.members]
+        members = [i for i in members if column < group.completion_ids[i].numel()]
+        if members:
             self.entropies[members, column] = self.entropies[members[0], column].clone()
 
 

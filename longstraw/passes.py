@@ -44,6 +44,13 @@ class SegmentLoss:
     tokens: TokenCotangents | None = None
     router_probs: Tensor | None = None
 
+    def cotangents(self, chunk: Chunk) -> TokenCotangents | None:
+        """dL/dscores of a chunk's tokens; None where no token needs a gradient."""
+        if self.tokens is None:
+            return None
+        here = self.tokens.columns(slice(chunk.start, chunk.stop))
+        return None if here.is_zero else here
+
 
 class SegmentPasses:
     """Runs segments of one decoder against one page store.
@@ -103,7 +110,7 @@ class SegmentPasses:
         self.store.require(needed, f"the state of {num_tokens:,} tokens")
         for chunk in chunks:
             with self._turn(Pass.CAPTURE):
-                cache, output = self._forward(state, chunk)
+                cache, output = self._forward(state, chunk, state_only=self._may_end_early)
             self._keep(state, chunk, cache)
             self._add_router_sums(state, chunk, output)
             if not but_last:  # else the backward that follows counts these tokens
@@ -147,11 +154,14 @@ class SegmentPasses:
             bar.update(state.segment.num_rows * chunk.num_tokens)
 
     def _backward_chunk(self, state: SegmentState, chunk: Chunk, loss: SegmentLoss) -> None:
+        tokens = loss.cotangents(chunk)
         with torch.enable_grad():
-            cache, output = self._forward(state, chunk)
+            cache, output = self._forward(
+                state, chunk, state_only=self._may_end_early and tokens is None
+            )
             roots, cotangents = [], []
             for root, cotangent in (
-                *self._token_roots(chunk, output, loss),
+                *self._token_roots(chunk, output, loss, tokens),
                 *self._router_roots(state, chunk, output, loss),
                 *self._state_roots(state, chunk, cache),
             ):
@@ -200,10 +210,21 @@ class SegmentPasses:
                 if kind is Pass.SCORE:
                     self._score(output.hidden, torch.full_like(token, -1))
 
+    @property
+    def _may_end_early(self) -> bool:
+        """Whether a forward whose output nobody reads may leave the last layer's dead work out.
+
+        Not where passes must be alike on all ranks, or the last layer's routing counts.
+        """
+        is_free = not self.backend.needs_anchor and Pass.CAPTURE not in self.backend.turns
+        return is_free and not self.config.router_statistics
+
     def _chunks(self, state: SegmentState) -> list[Chunk]:
         return state.segment.chunks(self.config.chunk_size)
 
-    def _forward(self, state: SegmentState, chunk: Chunk) -> tuple[ChunkCache, ChunkOutput]:
+    def _forward(
+        self, state: SegmentState, chunk: Chunk, *, state_only: bool = False
+    ) -> tuple[ChunkCache, ChunkOutput]:
         segment = state.segment
         start = segment.start + chunk.start
         layers = range(self.decoder.num_layers)
@@ -215,7 +236,7 @@ class SegmentPasses:
             self.config.attention,
             is_recomputed=torch.is_grad_enabled() and self.decoder.is_checkpointed,
         )
-        cache = ChunkCache(reader)
+        cache = ChunkCache(reader, state_only=state_only)
         output = self.decoder.run_chunk(
             segment.token_ids[:, chunk.start : chunk.stop],
             start,
@@ -252,17 +273,17 @@ class SegmentPasses:
             state.router = sums if state.router is None else state.router + sums
 
     def _token_roots(
-        self, chunk: Chunk, output: ChunkOutput, loss: SegmentLoss
+        self,
+        chunk: Chunk,
+        output: ChunkOutput,
+        loss: SegmentLoss,
+        cotangents: TokenCotangents | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        here = slice(chunk.start, chunk.stop)
-        targets, cotangents = loss.targets, None
-        if loss.tokens is not None:
-            cotangents = loss.tokens.columns(here)
-            cotangents = None if cotangents.is_zero else cotangents
+        targets = loss.targets
         if targets is None:
             targets = torch.full(output.hidden.shape[:2], -1, device=output.hidden.device)
         else:
-            targets = targets[:, here]
+            targets = targets[:, chunk.start : chunk.stop]
         if cotangents is None and not self.backend.needs_anchor:
             return
         parameters = [p for p in self.decoder.head.parameters() if p.requires_grad]

@@ -55,7 +55,7 @@ class LongStrawGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Most responses of one prompt scored and replayed together; by default as many "
-            "as fit a chunk."
+            "as have half the tokens of a chunk."
         },
     )
     longstraw_min_shared_tokens: int = field(

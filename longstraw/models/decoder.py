@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import attend_with
 from ..errors import DataError
-from ..state import ChunkCache, cotangent_dtype_for
+from ..state import ChunkCache, StateIsComplete, cotangent_dtype_for
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 
 _BEYOND_POSITIONS = (
@@ -45,7 +45,8 @@ class ChunkOutput:
     """What a chunk's forward gives beside the state in its cache.
 
     Attributes:
-        hidden: `[B, C, E]`, after the final norm.
+        hidden: `[B, C, E]`, after the final norm; empty, `[B, C, 0]`, where the forward ended with
+            the last layer's keys and values.
         router_logits: per expert layer `[B*C, num_experts]`; empty unless asked for.
     """
 
@@ -152,14 +153,17 @@ class Decoder:
         """Run `[B, C]` tokens whose first stands at position `start`."""
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         options = {"output_router_logits": True} if with_router else {}
-        with self.autocast():
-            output = self.decoder(
-                input_ids=token_ids,
-                position_ids=positions.expand(token_ids.shape),
-                cache=cache,
-                use_cache=False,  # keep ours; do not make one
-                **options,
-            )
+        try:
+            with self.autocast():
+                output = self.decoder(
+                    input_ids=token_ids,
+                    position_ids=positions.expand(token_ids.shape),
+                    cache=cache,
+                    use_cache=False,  # keep ours; do not make one
+                    **options,
+                )
+        except StateIsComplete:
+            return ChunkOutput(torch.empty(*token_ids.shape, 0, device=token_ids.device))
         router_logits = tuple(output.router_logits) if with_router else ()
         return ChunkOutput(output.last_hidden_state, router_logits)
 

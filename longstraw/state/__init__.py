@@ -1,6 +1,14 @@
 """Captured state: pages, the store that holds them, and the cache that readers go through."""
 
-from .cache import CACHE_KWARG, ChunkCache, DecodeCache, LayerHandle, Reader, RowRun
+from .cache import (
+    CACHE_KWARG,
+    ChunkCache,
+    DecodeCache,
+    LayerHandle,
+    Reader,
+    RowRun,
+    StateIsComplete,
+)
 from .pages import Page, cotangent_dtype_for
 from .segment_state import SegmentState
 from .store import PageStore
@@ -15,5 +23,6 @@ __all__ = [
     "Reader",
     "RowRun",
     "SegmentState",
+    "StateIsComplete",
     "cotangent_dtype_for",
 ]

@@ -147,15 +147,21 @@ class _ReaderLayer(CacheLayerMixin):
         return -1
 
 
+class StateIsComplete(Exception):
+    """Ends a forward of which nobody reads more than the keys and values of all layers."""
+
+
 class ChunkLayer(_ReaderLayer):
     """One layer of one chunk's forward.
 
     Attributes:
+        ends_forward: whether the forward is over when this layer has its keys and values.
         own: the chunk's own keys and values as the first forward produced them; under autograd
             they are the roots that carry the cotangents of later readers.
     """
 
     own: tuple[Tensor, Tensor] | None = None
+    ends_forward = False
 
     def update(
         self,
@@ -168,16 +174,24 @@ class ChunkLayer(_ReaderLayer):
         if self.own is None:
             # Only the first time: a recompute under checkpointing makes tensors of another graph.
             self.own = (key_states, value_states)
+            if self.ends_forward:
+                raise StateIsComplete
         if kwargs is not None:
             kwargs[CACHE_KWARG] = self.handle()
         return key_states, value_states
 
 
 class ChunkCache(Cache):
-    """Serves one forward of one chunk. Made for it, dropped after it."""
+    """Serves one forward of one chunk. Made for it, dropped after it.
 
-    def __init__(self, reader: Reader) -> None:
+    Args:
+        state_only: end the forward with `StateIsComplete` when the last layer has its keys and
+            values: its attention, its MLP and what comes after them are dead work then.
+    """
+
+    def __init__(self, reader: Reader, *, state_only: bool = False) -> None:
         super().__init__(layers=[ChunkLayer(reader, i) for i in range(len(reader.histories))])
+        setattr(self.layers[-1], "ends_forward", state_only)  # noqa: B010  (typed as any kind)
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """The chunk's own keys and values in `layer`, `[B, K, C, D]` each."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstraw_kernels.lse_merge import add_sink, merge_lse
+from longstraw_kernels.lse_merge import add_sink, merge_lse_
 from longstraw_kernels.page_attention import (
     BlockParams,
     block_attention,
@@ -57,17 +57,21 @@ def by_blocks(q, k, v, grad_out, scale, history, impl, **features):
         for a, b in cuts
         if b > a
     ]
-    out, lse = None, None
+    merged = None
     for keys, params in blocks:
         part = block_attention(q, k[:, :, keys], v[:, :, keys], params, impl=impl)
-        out, lse = part if out is None else merge_lse(out, lse, *part)
+        if merged is None:
+            merged = part[0].to(part[1].dtype), part[1]
+        else:
+            merge_lse_(*merged, *part)
+    out, lse = merged[0].to(q.dtype), merged[1]
     grads = [
         block_attention_backward(
             grad_out, q, k[:, :, keys], v[:, :, keys], out, lse, params, impl=impl
         )
         for keys, params in blocks
     ]
-    dq = sum(g[0] for g in grads)
+    dq = sum(g[0].to(lse.dtype) for g in grads)
     return out, dq, torch.cat([g[1] for g in grads], 2), torch.cat([g[2] for g in grads], 2)
 
 
@@ -109,6 +113,27 @@ def test_fp32_error_is_that_of_the_reference(shape, impl: str) -> None:
         assert (ours - exact).abs().max() <= budget
 
 
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_error_is_that_of_one_softmax_in_bf16(shape, impl: str) -> None:
+    """Blocks in half precision, put together in fp32, lose no more than torch's own attention over
+    all keys at once: error <= 2 * (its error + one rounding of the largest value)."""
+    q, k, v, grad_out = (x.bfloat16() for x in tensors(shape, torch.float64))
+    history = shape[4]
+    truth = by_blocks(*(x.double() for x in (q, k, v, grad_out)), 0.3, history, "reference")
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = torch.arange(k.shape[2]) <= history + torch.arange(q.shape[2])[:, None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    out.backward(grad_out)
+    found = by_blocks(q, k, v, grad_out, 0.3, history, impl)
+    for exact, plain, ours in zip(truth, (out, *(x.grad for x in leaves)), found, strict=True):
+        rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        budget = 2 * ((plain - exact).abs().max() + rounding)
+        assert (ours - exact).abs().max() <= budget
+
+
 @pytest.mark.parametrize("impl", ["reference", "torch_flash"])
 def test_rows_of_several_sequences_can_stand_side_by_side(impl: str) -> None:
     """Members laid side by side in T see a shared page as each would alone."""
@@ -128,9 +153,11 @@ def test_a_row_without_keys_is_zero_and_merges_away() -> None:
     out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
     nothing, empty = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for a, b in itertools.permutations([(out, lse), (nothing, empty)]):
-        merged_out, merged_lse = merge_lse(*a, *b)
+        merged_out, merged_lse = (x.clone() for x in a)
+        merge_lse_(merged_out, merged_lse, *b)
         assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
-    both_out, both_lse = merge_lse(nothing, empty, nothing, empty)
+    both_out, both_lse = nothing.clone(), empty.clone()
+    merge_lse_(both_out, both_lse, nothing, empty)
     assert torch.equal(both_out, nothing) and torch.equal(both_lse, empty)
 
 

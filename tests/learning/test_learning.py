@@ -7,9 +7,9 @@ compared; a reward rises or does not, over the whole path from rollout to optimi
 from pathlib import Path
 from statistics import mean
 
-from tiny_retrieval import exact_match, retrieval_rows, sampled_accuracy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tiny_retrieval import exact_match, measure_accuracy, retrieval_rows
 from trl_integration import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
 NUM_PROMPTS = 4
@@ -62,14 +62,15 @@ def test_grpo_turns_a_noisy_retriever_into_a_good_one(retriever, tmp_path):
     points at sampling, rewards, advantages or the optimizer step; a rise of about half of this is
     what a dropped prompt gradient looks like.
     """
-    model, tokenizer = retriever
-    accuracy_before = sampled_accuracy(model, tokenizer)
+    model, _ = retriever
+    unseen = retrieval_rows(128, seed=999)
+    accuracy_before = measure_accuracy(model, unseen).sampled
 
     rewards = train(retriever, tmp_path, learning_rate=3e-4, max_steps=40)
 
     assert len(rewards) == 40
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.3
-    assert sampled_accuracy(model, tokenizer) - accuracy_before >= 0.3
+    assert measure_accuracy(model, unseen).sampled - accuracy_before >= 0.3
 
 
 def test_without_a_learning_rate_the_reward_stays_where_it_was(retriever, tmp_path):
