@@ -29,7 +29,7 @@ def test_the_last_token_is_run_when_asked_for() -> None:
 
 
 def test_sequences_part_after_the_last_run_with_the_same_target() -> None:
-    """"abc" is common, but "c" has two targets: it is run with each of what follows."""
+    """What is common is abc, but c has two targets: it is run with each of what follows."""
     texts = ["abcXYZ", "abcUV"]
     assert outline(grow(texts), texts) == [("ab", (0, 1), [("cXY", (0,), []), ("cU", (1,), [])])]
 

@@ -114,6 +114,23 @@ def test_a_cell_that_would_take_too_long_is_said_to_be_skipped(tmp_path, capsys)
     assert "skipped, predicted 30 min" in report([record], summarize([record]))
 
 
+def test_the_figure_shows_what_was_measured(tmp_path):
+    """Times alone (`--kinds time`): the panel of memory says that there is none."""
+    from bench_plot import plot
+    from bench_report import summarize
+
+    cell = {"kind": "time", "prompt": 64, "group": 2, "response": 4, "model": "m"}
+    cell |= {"finetune": "lora", "dtype": "float32"}
+    result = {"seconds": 2.0, "seconds_without_rollout": 1.0, "grad_norm": 1.0}
+    records = [
+        {"cell": {**cell, "mode": mode}, "status": "done", "result": result}
+        for mode in ("trl", "exact")
+    ]
+    machine = {"device": "CPU", "processor": "p", "threads": 1, "versions": {"trl": "1"}}
+    plot(records, summarize(records), machine, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
 def test_a_crash_and_a_lack_of_memory_are_results(tmp_path, monkeypatch):
     """Told apart, since one is an answer and the other a mistake."""
     import bench

@@ -36,7 +36,8 @@ def reward_of_one_rank(
 
 
 _UNEQUAL = Setting(
-    rewards=(reward_of_one_rank,), longstraw={"longstraw_replay_batch": 1}  # replays are counted
+    rewards=(reward_of_one_rank,),
+    longstraw={"longstraw_replay_batch": 1},  # replays are counted
 )
 SETTINGS = {
     "sgd": _UNEQUAL,
