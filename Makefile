@@ -11,13 +11,20 @@ PIP    := .venv/bin/python -m pip
 READY  := .venv/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format wheel
+.PHONY: help quickstart exact-vs-stopped bench test check format wheel
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: $(READY)  ## train a small real model on long prompts, on the CPU: a table, and out/quickstart.png
 	.venv/bin/python examples/quickstart.py --output_dir $(OUT)
+
+exact-vs-stopped: $(READY)  ## does the prompt's gradient matter? train with and without it over 5 seeds: table and plot
+	.venv/bin/python examples/exact_vs_stopped.py --output_dir $(OUT)/exact_vs_stopped \
+		--prompt_tokens 1024 4096 --steps 40 30 --seeds 5 --controls stopped:1:2 stopped:2:1 exact:2:1
+
+bench: $(READY)  ## time and memory of stock TRL and LongStraw side by side: tables, and out/bench.png; options: ARGS="--groups 2,8"
+	.venv/bin/python examples/bench.py --output_dir $(OUT) $(ARGS)
 
 test: $(READY)  ## run the test suite (CPU); for one test: .venv/bin/python -m pytest -k NAME
 	.venv/bin/python -m pytest

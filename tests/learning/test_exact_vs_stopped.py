@@ -155,10 +155,10 @@ def test_pairs_come_first_and_the_two_runs_of_a_seed_next_to_each_other(task):
     options = Arguments(prompt_tokens=[64, 32], steps=[3, 2], seeds=2, control_seeds=1)
     plans = make_plans(replace(options, controls=["stopped:2:2"]), task)
     sizes = [(plan.prompt_tokens, plan.steps) for plan in plans]
-    assert sizes == [(64, 3)] * 4 + [(32, 2)] * 4 + [(64, 6)]
+    assert sizes == [(64, 3)] * 4 + [(32, 2)] * 4 + [(64, 6), (32, 4)]
     assert [plan.prompt_gradient for plan in plans[:2]] == ["exact", "stopped"]
     assert [plan.seed for plan in plans[:4]] == [0, 0, 1, 1]
-    assert plans[-1].file_name == "64-seed0-stopped-rate2-steps2.json"
+    assert plans[-1].file_name == "32-seed0-stopped-rate2-steps2.json"
     with pytest.raises(ValueError, match="3 numbers for 2 prompt lengths"):
         make_plans(replace(options, steps=[1, 2, 3]), task)
 
