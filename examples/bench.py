@@ -72,7 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--prompts", type=numbers, default=[1024, 2048, 4096], help="prompt tokens, P (1024,2048)")
+    add("--prompts", type=numbers, default=[512, 1024, 2048], help="prompt tokens, P (1024,2048)")
     add("--groups", type=numbers, default=[8], help="replies to a prompt, G (2,4,8)")
     add("--modes", type=names(MODES), default=["trl", "exact", "stopped"], help=", ".join(MODES))
     add("--kinds", type=names(KINDS), default=list(KINDS), help="what to measure: time,memory")
