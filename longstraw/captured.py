@@ -78,6 +78,10 @@ class CapturedSegments:
         """States that wait for their own backward, in the order in which they may have it."""
         return [state for state in self.states() if state.has_cotangent]
 
+    def is_pending(self, state: SegmentState) -> bool:
+        """Whether it, or anything that continues it, waits for its own backward."""
+        return state.has_cotangent or any(self.is_pending(c) for c in self.children(state))
+
     # ---------------------------------------------------------------- holding
 
     def hold(self, state: SegmentState) -> None:
@@ -116,16 +120,12 @@ class CapturedSegments:
 
     def release(self, state: SegmentState) -> None:
         """Drop a state with what continues it, and what only led to it, unless it is pending."""
-        if any(s.has_cotangent for s in (state, *self._descendants(state))):
+        if self.is_pending(state):
             return
         parent = state.parent
         self.drop(state)
         if parent is not None and not parent.has_cotangent and not self.children(parent):
             self.release(parent)
-
-    def _descendants(self, state: SegmentState) -> list[SegmentState]:
-        children = self.children(state)
-        return children + [d for child in children for d in self._descendants(child)]
 
     def _is_unused(self, state: SegmentState, keep: Sequence[SegmentState]) -> bool:
         is_kept = any(state is kept for kept in keep)

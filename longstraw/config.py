@@ -38,7 +38,8 @@ class EngineConfig:
             or without it the host's free memory; None refuses what exceeds it. Takes pages that
             are on the host.
         spill_budget_bytes: most bytes that these files may take; None sets no limit beside what is
-            free there.
+            free there. An update that comes within a few pages of both budgets may be refused in
+            its middle instead of before it starts; it leaves nothing behind then either.
         cotangent_dtype: what readers leave on pages adds up in "float32" (fp64 for fp64 pages) or
             in "bfloat16", which takes half and rounds at each reader: the one option here that
             changes an exact gradient.

@@ -335,7 +335,7 @@ class Engine:
         if not branch.is_inner:
             return
         state = branch.state
-        if state is None:
+        if state is None or state.is_used_up:  # dropped to make room for another run of this plan
             run = prompts[branch.members[0]][branch.start : branch.stop]
             state = self._capture_run(run, parent)
             # Unless it is all that one of them captures, no members of its own will come.
@@ -362,6 +362,9 @@ class Engine:
         states: list[SegmentState] = []
         for group in groups:
             states.append(self.capture(group.prompt_ids, keep=states))
+        for state in states:
+            for before in state.lineage():
+                before.is_prompt = True
         tokens = 0
         if for_backward and self.config.needs_prompt_backward:
             # What prompts share is in the lineage of each.
@@ -430,7 +433,7 @@ class Engine:
         if state.awaits_members:
             return
         for child in self.captured.children(state):
-            if child.is_inner and not child.has_cotangent:
+            if child.is_inner and not self.captured.is_pending(child):
                 self.captured.drop(child)  # of members without a gradient
         if self.captured.children(state):
             return

@@ -208,6 +208,7 @@ class MemberPasses:
         loss = _loss([branch], segment, targets, cotangents)
         with self._ledger.phase("replay", segment.num_tokens) as bar:
             self._passes.backward(state, loss, bar)
+        assert not any(self._captured.is_pending(s) for s in self._captured.children(state))
         self._captured.drop(state)
 
     def _capture(self, parent: SegmentState, segment: Segment) -> SegmentState:
@@ -231,9 +232,17 @@ class MemberPasses:
             members=members,
             min_shared=self._config.min_shared_tokens,
             run_last=self._config.router_statistics,  # its routing counts, its output does not
-            candidates=self._captured.children(state),
-            held=self._captured.children,
+            candidates=self._turns_after(state),
+            held=self._turns_after,
         )
+
+    def _turns_after(self, state: SegmentState) -> list[SegmentState]:
+        """Captured segments that may be a part of responses.
+
+        Not those of other prompts, although their tokens may be the same: a part of a response is
+        used up with it, and a prompt waits for members of its own.
+        """
+        return [s for s in self._captured.children(state) if not s.is_prompt]
 
     def _batches(self, branches: Sequence[Branch]) -> list[list[Branch]]:
         """The ends of members, in order, as many at a time as are run together.
@@ -303,7 +312,7 @@ class _Sheet:
         """
         column = branches[0].start
         members = [i for branch in branches for i in branch.members]
-        members = [i for i in members if column < group.completion_ids[i].numel()]
+        members = [i for i in members if group.has_score(i, column)]
         if members:
             self.entropies[members, column] = self.entropies[members[0], column].clone()
 

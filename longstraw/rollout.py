@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .engine import Engine
 from .errors import MemoryPlanError
-from .state import DecodeCache, Reader, RowRun, SegmentState
+from .state import DecodeCache, FreeMemory, Reader, RowRun, SegmentState
 
 
 def generate(
@@ -53,11 +53,16 @@ def generate_rows(
     Raises:
         MemoryPlanError: the state of one context would not fit.
     """
+    if not contexts:
+        return []
     engine.capture_shared(contexts)
+    most_rows = _most_rows(engine, generate_options)
     rows: list[Tensor] = []
     states: list[SegmentState] = []
     for context in contexts:
         try:
+            if len(states) == most_rows:
+                raise MemoryPlanError(f"{most_rows} responses fill the memory there is")
             states.append(engine.capture(context, keep=states))
         except MemoryPlanError:
             if not states:
@@ -77,7 +82,8 @@ def _decode(
     width = max(context.numel() for context in contexts)
     # Left-padded, so that all rows go on at the same column; transformers takes each row's
     # positions from the mask. The padding itself is never run: the cache is that far already.
-    input_ids = contexts[0].new_full((len(contexts), width), 0)
+    padding = _option(engine, generate_options, "pad_token_id") or 0
+    input_ids = contexts[0].new_full((len(contexts), width), padding)
     mask = torch.zeros_like(input_ids)
     for row, context in enumerate(contexts):
         input_ids[row, width - context.numel() :] = context
@@ -105,9 +111,12 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
     shifts = [start - state.segment.end for state in states]
     same = not any(shifts) and all(len(rows) == len(states) for rows in readers.values())
     layers = range(engine.decoder.num_layers)
+    indices = {
+        state: torch.tensor(rows, device=engine.decoder.device) for state, rows in readers.items()
+    }
     runs = [
         [
-            RowRun(state.own_pages(layer), rows, [shifts[row] for row in rows])
+            RowRun(state.own_pages(layer), indices[state], [shifts[row] for row in rows])
             for state, rows in readers.items()
         ]
         for layer in layers
@@ -119,3 +128,19 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         engine.config.attention,
         () if same else runs,
     )
+
+
+def _most_rows(engine: Engine, generate_options: dict[str, Any]) -> int:
+    """How many responses have room for their own keys and values beside what is captured."""
+    left = FreeMemory(engine.decoder.device).bytes_left(0)
+    num_tokens = _option(engine, generate_options, "max_new_tokens")
+    if left is None or num_tokens is None:
+        return 2**31
+    # Twice: a full buffer is copied into one of double the size.
+    return max(1, left // (2 * engine.decoder.state_bytes(num_tokens, False)))
+
+
+def _option(engine: Engine, generate_options: dict[str, Any], name: str) -> int | None:
+    """What `generate` will take for an option."""
+    config = generate_options.get("generation_config") or engine.decoder.base.generation_config
+    return generate_options.get(name, getattr(config, name, None))

@@ -93,7 +93,7 @@ class PromptGroup:
         prompt_ids: `[P]`, P >= 1.
         completion_ids: per member `[R_i]`; an empty one has no score and no gradient.
         loss_masks: per member `[R_i]`, nonzero at tokens that the loss looks at; None: at all.
-            Other tokens (a tool's answer) are context: they get no score.
+            Other tokens (a tool's answer) are context: they need no score.
         is_complete: no other members of this group follow under the same policy version, so the
             prompt's own backward can run. False keeps the prompt's state and its cotangents.
     """
@@ -132,6 +132,12 @@ class PromptGroup:
     def sequence(self, member: int) -> Tensor:
         """`[R_i + 1]`: the last prompt token, then the response. Each token predicts the next."""
         return torch.cat([self.prompt_ids[-1:], self.completion_ids[member]])
+
+    def has_score(self, member: int, index: int) -> bool:
+        """Whether the loss looks at token `index` of a response."""
+        if index >= self.completion_ids[member].numel():
+            return False
+        return self.loss_masks is None or bool(self.loss_masks[member][index])
 
     def targets(self, members: Sequence[int], run: slice) -> Tensor:
         """What the tokens `run` of a sequence that `members` share have to predict.

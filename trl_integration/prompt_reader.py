@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from longstraw import DataError
 
@@ -75,7 +76,8 @@ class PromptReader:
         for index, row in enumerate(rows):
             where = f"row {index} of the batch"
             if has_environment and row.get("prompt") is None and row.get("prompt_ids") is None:
-                whole.append(row)  # TRL takes it from the environment
+                # TRL takes it from the environment, where the row has no such key.
+                whole.append({k: v for k, v in row.items() if k not in ("prompt", "prompt_ids")})
                 continue
             prompt = self._read(row, done, where)
             others = {key: value for key, value in row.items() if key != "prompt_ids"}
@@ -237,7 +239,7 @@ def _check_kinds(prompts: Sequence[Any], has_tools: bool) -> None:
 
 def _checked_ids(ids: Any, vocab_size: int, where: str) -> np.ndarray:
     try:
-        array = np.asarray(ids)
+        array = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
     except ValueError:  # lists of different lengths
         array = np.empty((1, 1))
     if array.size == 0:

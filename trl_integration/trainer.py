@@ -329,6 +329,8 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
         empty.
         """
 
+        inputs = _without_context_logps(inputs)
+
         def trl_loss() -> Tensor:
             return super(LongStrawGRPOTrainer, self).compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
@@ -426,6 +428,20 @@ class _AfterStep(TrainerCallback):
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.after_step()
+
+
+def _without_context_logps(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The batch with log-probs of zero at tokens that are context only, as the engine gives them.
+
+    TRL masks these tokens after it has taken ratios: exp(0 - old) could be infinite, and infinity
+    times the mask is NaN.
+    """
+    mask = inputs.get("tool_mask")
+    names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+    if mask is None:
+        return inputs
+    found = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    return {**inputs, **{name: x.masked_fill(mask == 0, 0.0) for name, x in found.items()}}
 
 
 def _own_config(args: Any, model: Any) -> LongStrawGRPOConfig:

@@ -162,7 +162,7 @@ class _Blocks:
         """Merge into `out` and `lse` what only some rows read."""
         for run in self.handle.row_runs:
             # Every page lies before every query, so positions matter to a window only.
-            for part in [run] if self.options.window is None else run.by_shift():
+            for part in [run] if self.options.window is None else run.by_shift:
                 handle = LayerHandle(
                     part.pages,
                     self.handle.store,

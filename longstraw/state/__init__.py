@@ -9,6 +9,7 @@ from .cache import (
     RowRun,
     StateIsComplete,
 )
+from .free_memory import FreeMemory
 from .pages import Page, cotangent_dtype_for
 from .segment_state import SegmentState
 from .store import PageStore
@@ -17,6 +18,7 @@ __all__ = [
     "CACHE_KWARG",
     "ChunkCache",
     "DecodeCache",
+    "FreeMemory",
     "LayerHandle",
     "Page",
     "PageStore",

@@ -9,6 +9,7 @@ member of a group can see another.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -27,21 +28,25 @@ class RowRun:
 
     Attributes:
         pages: in order.
-        rows: which rows.
+        rows: indices of the rows, ascending, on the device that reads.
         shifts: per row, by how much its tokens stand before those of the longest row: rows end
             together, and their positions do not.
     """
 
     pages: list[Page]
-    rows: list[int]
+    rows: Tensor
     shifts: list[int]
 
+    @cached_property
     def by_shift(self) -> "list[RowRun]":
         """The same, in parts whose rows stand at the same positions."""
         parts: dict[int, list[int]] = {}
-        for row, shift in zip(self.rows, self.shifts, strict=True):
-            parts.setdefault(shift, []).append(row)
-        return [RowRun(self.pages, rows, [shift] * len(rows)) for shift, rows in parts.items()]
+        for place, shift in enumerate(self.shifts):
+            parts.setdefault(shift, []).append(place)
+        return [
+            RowRun(self.pages, self.rows[places], [shift] * len(places))
+            for shift, places in parts.items()
+        ]
 
 
 class KeptAttention:

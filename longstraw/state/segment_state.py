@@ -24,7 +24,9 @@ class SegmentState:
         policy_version: the weights it was captured with.
         needs_cotangent: whether readers leave cotangents here, for this segment's own backward.
         awaits_members: whether members of its own are still to come; its backward waits for them.
-        is_inner: whether members of a group share it, as a part of their responses.
+        is_prompt: whether a group's prompt runs through it. Then it is no part of a response: what
+            others leave here is the prompt's.
+        is_inner: whether members of a group run through it, as a part of their responses.
         router: routing sums of the segment's tokens, where they are asked for.
         router_cotangent: `[1, X]`, what members left on the routing probabilities.
     """
@@ -44,6 +46,7 @@ class SegmentState:
         self.policy_version = policy_version
         self.needs_cotangent = needs_cotangent
         self.awaits_members = True
+        self.is_prompt = False
         self.is_inner = False
         self.router: Any = None
         self.router_cotangent: Tensor | None = None
@@ -68,6 +71,11 @@ class SegmentState:
     def depth(self) -> int:
         """How many states it continues."""
         return sum(1 for _ in self.lineage()) - 1
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether pages were freed, so that nobody can read it any more."""
+        return self._is_used_up
 
     def keep_cotangents(self) -> None:
         """From now on readers leave cotangents here."""

@@ -14,7 +14,7 @@ it, and memory is given up only when that is done: until then a page is readable
 Knows pages, files and memory; knows nothing of devices, or of what is computed.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -56,7 +56,8 @@ class Spill:
         # With the bytes they are counted with.
         self._staying: dict[Page, int] = {}  # oldest first
         self._passing: dict[Page, int] = {}  # in the order of their last use
-        self._largest = 0
+        self._admitted: dict[Page, int] = {}  # with the sizes that count for the reserve
+        self._sizes: Counter[int] = Counter()
         self._new: dict[Part, Page] = {}
         self._coming: deque[Page] = deque()
         self._wanted: tuple[bool, bool] = (True, False)
@@ -65,7 +66,12 @@ class Spill:
     @property
     def reserved_bytes(self) -> int:
         """Memory that no page can stay in, because others pass through it."""
-        return NUM_PASSING * self._largest
+        return NUM_PASSING * self.largest_page
+
+    @property
+    def largest_page(self) -> int:
+        """Bytes of the largest page that there is, with its cotangents."""
+        return max(self._sizes, default=0)
 
     # ---------------------------------------------------------------- a page's life
 
@@ -76,7 +82,15 @@ class Spill:
             MemoryPlanError: it may not stay, and exceeds what files may take.
         """
         self._end_visit()  # pages are written between visits
-        self._largest = max(self._largest, page.full_bytes)
+        self._admitted[page] = page.full_bytes
+        self._sizes[page.full_bytes] += 1
+        try:
+            self._settle(page)
+        except BaseException:
+            self._dismiss(page)
+            raise
+
+    def _settle(self, page: Page) -> None:
         taken = self.staying_bytes + self.reserved_bytes
         stays = self.limit_bytes is None or taken + page.full_bytes <= self.limit_bytes
         if not stays:
@@ -96,13 +110,16 @@ class Spill:
 
     def prepare_change(self, page: Page) -> None:
         """Have a page's cotangents in memory, or room for its first, and nobody reading them."""
-        if page.key_cotangent is None:
-            self._expect_cotangents(page)
+        is_first = page.key_cotangent is None
+        if is_first:
+            self._make_room_for_cotangents(page)
         if page.place is not None:
             self._load(page, (page.place.cotangents,))
             page.place.cotangents.wait()
+            if is_first:  # now, when nothing can fail before they are there
+                self.disk_bytes += page.cotangent_bytes
 
-    def _expect_cotangents(self, page: Page) -> None:
+    def _make_room_for_cotangents(self, page: Page) -> None:
         # Nothing where the page was written with room for them, or lies in a file.
         more = 0
         if page.place is None:
@@ -113,11 +130,11 @@ class Spill:
             self.staying_bytes += more
         else:
             self._require_disk(page.cotangent_bytes)
-            self.disk_bytes += page.cotangent_bytes
 
     def release(self, page: Page) -> None:
         """Forget a page; its buffers and its slot may be used again when this returns."""
         _synchronize(page)
+        self._dismiss(page)
         if page.place is None:
             self.staying_bytes -= self._staying.pop(page)
             return
@@ -128,6 +145,13 @@ class Spill:
         self._stop_passing(page)
         self.files.give_back(page.place.slot)
         page.place = None
+
+    def _dismiss(self, page: Page) -> None:
+        """Take the page out of what the reserve is made for."""
+        size = self._admitted.pop(page)
+        self._sizes[size] -= 1
+        if not self._sizes[size]:
+            del self._sizes[size]
 
     # ---------------------------------------------------------------- visits
 
@@ -259,8 +283,8 @@ class Spill:
             )
         page = next(reversed(self._staying))
         self._require_disk(page.nbytes)
+        self._give_place(page)  # first: it may find no room in the folder
         self.staying_bytes -= self._staying.pop(page)
-        self._give_place(page)
         assert page.place is not None
         for part in page.place.parts:
             if getattr(page, part.names[0]) is not None:

@@ -121,17 +121,16 @@ class PageStore:
         # On their way to files page by page: the first may have to leave before the last has room.
         at_once = staging is not None and self._spill is None
         pages: list[Page] = []
+        sources: list[tuple[Tensor, Tensor]] = []
         try:
             for offset in range(0, key.shape[-2], self.page_size):
                 run = slice(offset, offset + self.page_size)
-                page = self._new_page(
-                    key[..., run, :], value[..., run, :], start + offset, needs_cotangent
-                )
-                pages.append(page)
+                sources.append((key[..., run, :], value[..., run, :]))
+                pages.append(self._new_page(*sources[-1], start + offset, needs_cotangent))
                 if not at_once:
-                    self._fill([page], staging)
+                    self._fill(pages[-1:], sources[-1:], staging)
             if at_once:
-                self._fill(pages, staging)
+                self._fill(pages, sources, staging)
         except BaseException:
             self.release(pages)  # nobody else knows of them
             raise
@@ -250,9 +249,10 @@ class PageStore:
     # ---------------------------------------------------------------- new pages
 
     def _new_page(self, key: Tensor, value: Tensor, start: int, needs_cotangent: bool) -> Page:
-        """A page that has room, and views of what it will hold."""
+        """A page that may have memory, and as yet has none: shapes only."""
         dtype = cotangent_dtype_for(key.dtype, self.cotangent_dtype)
-        page = Page(start, key, value, needs_cotangent, dtype)
+        shapes = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (key, value)]
+        page = Page(start, shapes[0], shapes[1], needs_cotangent, dtype)
         if self._spill is not None:
             if self._spill.limit_bytes is None:
                 self._set_limits(self._spill)
@@ -261,15 +261,19 @@ class PageStore:
         self._account(page.nbytes)
         return page
 
-    def _fill(self, pages: Sequence[Page], staging: Staging | None) -> None:
-        """Give new pages memory of their own, and copy into it what they view."""
+    def _fill(
+        self,
+        pages: Sequence[Page],
+        sources: Sequence[tuple[Tensor, Tensor]],
+        staging: Staging | None,
+    ) -> None:
+        """Give new pages memory of their own, and copy keys and values into it."""
         if staging is None:
-            for page in pages:
-                page.key, page.value = self._own(page.key), self._own(page.value)
+            for page, (key, value) in zip(pages, sources, strict=True):
+                page.key, page.value = self._own(key), self._own(value)
         else:
             copies = []
-            for page in pages:
-                views = page.key, page.value
+            for page, views in zip(pages, sources, strict=True):
                 page.key = self._buffers.take(page.key.shape, page.key.dtype)
                 page.value = self._buffers.take(page.value.shape, page.value.dtype)
                 copies += zip((page.key, page.value), views, strict=True)

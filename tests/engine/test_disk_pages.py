@@ -313,3 +313,25 @@ def test_what_is_free_again_is_used_again(tmp_path) -> None:
     assert os.fstat(file.handle.fileno()).st_size <= 42 * 2 * PAGE_BYTES
     store.release(kept)
     assert not store._spill.files._files
+
+
+def test_the_same_update_fits_again(tmp_path: Path) -> None:
+    """Room is kept for the largest page there is, not for the largest there ever was: pages of four
+    responses of more than a chunk are larger than the prompt's."""
+    groups = random_groups([(157, (40, 40, 40, 40))])
+    engine = Engine(
+        tiny_model("llama"),
+        EngineConfig(
+            chunk_size=16,
+            page_size=4,
+            replay_batch=4,
+            page_device="host",
+            spill_dir=str(tmp_path),
+            state_budget_bytes=80_000,
+            spill_budget_bytes=524_000,
+        ),
+    )
+    for _ in range(3):
+        engine.accumulate(groups, RandomLoss(groups))
+        engine.finalize()
+        assert engine.store.bytes_in_use == 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from longstraw import Engine, EngineConfig, MemoryPlanError, generate, generate_rows
 from tests.models import FAMILIES, VOCAB, tiny_model
@@ -112,3 +113,24 @@ def test_contexts_that_do_not_fit_together_are_decoded_one_after_the_other() -> 
     assert rollout["calls"] > 1
     with pytest.raises(MemoryPlanError):
         generate_rows(engine, [random_prompt(90)], **options)
+
+
+def test_padding_is_the_configurations_token_for_logits_processors() -> None:
+    """They see the padded rows, and would take token 0 for a part of the shorter context."""
+    model = tiny_model("llama")
+    seen = []
+
+    class Watch(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(input_ids.clone())
+            return scores
+
+    generate_rows(
+        Engine(model, EngineConfig(chunk_size=16, page_size=8)),
+        [random_prompt(9), random_prompt(5)],
+        max_new_tokens=2,
+        do_sample=False,
+        pad_token_id=7,
+        logits_processor=LogitsProcessorList([Watch()]),
+    )
+    assert seen[0][1, :4].tolist() == [7] * 4

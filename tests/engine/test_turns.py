@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longstraw import Engine, EngineConfig, GroupScores, PromptGroup, generate
+from longstraw import Engine, EngineConfig, GroupScores, PromptGroup, generate, generate_rows
 from longstraw.audit import full_sequence_step
 from longstraw.errors import ShapeError
 from tests.engine.compare import RandomLoss, gradients, worst_error
@@ -389,3 +389,92 @@ def test_turns_are_decoded_as_whole_contexts_are() -> None:
 def test_masks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"loss_masks of \[2\] tokens for responses of \[3\]"):
         PromptGroup(torch.arange(4), [torch.arange(3)], loss_masks=[torch.ones(2)])
+
+
+# ------------------------------------------------------------------- prompts that are turns
+
+
+def overlapping_groups() -> dict[str, PromptGroup]:
+    """A's members begin with the tokens with which the prompts of all others go on."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(2, VOCAB, (length,), generator=generator)
+
+    p, y, u = ids(20), ids(10), ids(9)
+    return {
+        "A": PromptGroup(p, [torch.cat([y, ids(6)]), torch.cat([y, u, ids(3)])]),
+        "B": PromptGroup(torch.cat([p, y]), [ids(5), ids(7)]),
+        "C": PromptGroup(torch.cat([p, y, u]), [ids(5), ids(7)]),
+        "Q": PromptGroup(torch.cat([p, y, ids(6)]), [ids(5), ids(7)]),
+        "R": PromptGroup(torch.cat([p, y, ids(6)]), [ids(5), ids(7)]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "log_gap"),
+    [
+        ("AB", "exact", False),
+        ("BA", "stopped", False),
+        ("AQR", "exact", False),
+        ("QRA", "exact", False),
+        ("QRA", "stopped", False),
+        ("BCA", "stopped", True),
+    ],
+)
+def test_a_prompt_is_no_part_of_another_groups_responses(
+    names: str, mode: str, log_gap: bool
+) -> None:
+    """Taken for a turn it would be used up by A, with what its own members left on it."""
+    groups = [overlapping_groups()[name] for name in names]
+    model = tiny_model("llama").double()
+    engine = make_engine(model, prompt_gradient=mode, log_gradient_gap=log_gap)
+    with Float64Islands():
+        engine.accumulate(groups, RandomLoss(groups))
+        engine.finalize()
+    assert engine.store.bytes_in_use == 0
+    ours = gradients(model)
+    with Float64Islands():
+        full_sequence_step(model, groups, RandomLoss(groups), prompt_gradient=mode)
+    error, name = worst_error(ours, gradients(model))
+    assert error <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("budget", [80, 90, 100, 120])
+def test_what_is_planned_and_dropped_to_make_room_is_captured_again(budget: int) -> None:
+    """Two documents are held; each is to be continued by two contexts."""
+    generator = torch.Generator().manual_seed(5)
+    documents = [torch.randint(2, VOCAB, (40,), generator=generator) for _ in range(2)]
+    contexts = []
+    for document in documents:
+        more = torch.randint(2, VOCAB, (12,), generator=generator)
+        for length in (3, 5):
+            tail = torch.randint(2, VOCAB, (length,), generator=generator)
+            contexts.append(torch.cat([document, more, tail]))
+    model = tiny_model("llama")
+    per_token = make_engine(model).decoder.state_bytes(1, False)
+    engine = make_engine(model, state_budget_bytes=budget * per_token)
+    for document in documents:
+        engine.capture(document)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    for row, context in zip(generate_rows(engine, contexts, **options), contexts, strict=True):
+        plain = model.generate(
+            context[None], attention_mask=torch.ones_like(context[None]), **options
+        )
+        assert torch.equal(row, plain[0, context.numel() :])
+
+
+def test_where_members_part_a_context_token_hides_no_entropy() -> None:
+    """Member 0 goes on with a tool's token, which has no score, member 1 with the policy's."""
+    first, second = torch.arange(5, 17), torch.arange(5, 17)
+    second[8] = 40
+    mask = torch.ones(12)
+    mask[8] = 0
+    prompt = torch.arange(20, 40)
+    group = PromptGroup(prompt, [first, second], loss_masks=[mask, torch.ones(12)])
+    engine = make_engine(tiny_model("llama").double())
+    with Float64Islands():
+        scores = engine.score(group)
+        plain = engine.score(PromptGroup(prompt, [second]))
+    torch.testing.assert_close(scores.entropies[1], plain.entropies[0])
+    assert scores.entropies[0, 8] == 0

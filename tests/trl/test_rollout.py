@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
@@ -443,3 +444,24 @@ def test_a_rollout_func_grows_contexts_from_captured_state(
     _, ours = assert_same_rollout("rollout_func", setting, model_path, tmp_path)
     captured = [r for r in ours.trainer.engine.ledger.table() if r["phase"] == "capture"]
     assert captured[0]["tokens"] < rollouts[-1].num_context_tokens / 2
+
+
+def test_context_tokens_have_no_ratio() -> None:
+    """Old log-probs of a tool's tokens are real, new ones are not computed: exp(0 - old) would be
+    infinite, and times the mask NaN."""
+    old = torch.tensor([[-1.0, -95.0, -2.0]])
+    batch = {"tool_mask": torch.tensor([[1, 0, 1]]), "old_per_token_logps": old, "advantages": old}
+    found = trainer_module._without_context_logps(batch)
+    assert found["old_per_token_logps"].tolist() == [[-1.0, 0.0, -2.0]]
+    assert found["advantages"] is old
+    assert trainer_module._without_context_logps({"advantages": old}) == {"advantages": old}
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_iterations": 2}, {"beta": 0.1, "num_iterations": 2}], ids=str
+)
+def test_tools_train_as_in_stock_trl_with_old_and_reference_log_probs(
+    options: dict[str, Any], model_path: ModelPath, tmp_path: Path
+) -> None:
+    setting = CONVERSATION.but(**options, max_steps=3)
+    assert_same_rollout(f"tool loop, {options}", setting, model_path, tmp_path)
