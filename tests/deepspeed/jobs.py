@@ -47,6 +47,10 @@ def zero_config(stage: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+# So that what ranks have to do differs by members, and can be counted.
+ONE_AT_A_TIME: dict[str, Any] = {"longstraw_replay_batch": 1}
+
+
 def groups_setting(groups: Sequence[Group], **config: Any) -> Setting:
     """Train these groups, two per step."""
     return Setting(
@@ -54,6 +58,7 @@ def groups_setting(groups: Sequence[Group], **config: Any) -> Setting:
         rollout=lambda: groups_rollout(groups),
         rewards=(groups_reward(groups),),
         config={"max_steps": len(groups) // 2, "shuffle_dataset": False, **config},
+        longstraw=dict(ONE_AT_A_TIME),
     )
 
 
@@ -139,7 +144,7 @@ class Cell:
             loss_type=LOSS_TYPES[self.accumulation],
             bf16=self.dtype == "bf16",
         )
-        longstraw = {"longstraw_prompt_gradient": self.gradient}
+        longstraw = {**ONE_AT_A_TIME, "longstraw_prompt_gradient": self.gradient}
         if self.tuned == "LoRA":
             # As "auto" has it for adapters that are small beside their model, unlike these.
             longstraw["longstraw_accumulate"] = "local"
@@ -157,7 +162,7 @@ _BUCKETS = {"reduce_bucket_size": 3000, "overlap_comm": True, "allgather_bucket_
 
 
 def _accumulating(setting: Setting, how: str) -> Setting:
-    return replace(setting, longstraw={"longstraw_accumulate": how})
+    return replace(setting, longstraw={**ONE_AT_A_TIME, "longstraw_accumulate": how})
 
 
 def beside_the_matrix(stage: int) -> dict[str, Job]:
