@@ -177,7 +177,8 @@ class StepTimer:
     """Times whole optimizer steps; the first one warms up and is not kept.
 
     Attributes:
-        steps: of each measured step, "total" and each phase in seconds.
+        steps: of each measured step, "total" and each phase in seconds, and "cpu", the seconds that
+            the process's threads computed: on a machine that others use too it is less.
         resident: the process's peak resident bytes in each measured step.
     """
 
@@ -191,7 +192,7 @@ class StepTimer:
         self.trainer.observer.seconds = {}
         self._ledger_before = ledger_seconds(self.trainer)
         self._resident = PeakResident()
-        self._begin = time.perf_counter()
+        self._begin, self._begin_cpu = time.perf_counter(), time.process_time()
 
     def before_optimizer(self) -> None:
         self._optimizer = time.perf_counter()
@@ -201,6 +202,7 @@ class StepTimer:
 
     def end(self) -> bool:
         total = time.perf_counter() - self._begin
+        cpu = time.process_time() - self._begin_cpu
         resident = self._resident.stop()
         if not self._is_warm:
             self._is_warm = True
@@ -211,7 +213,7 @@ class StepTimer:
             seconds = {phase: now[phase] - self._ledger_before.get(phase, 0.0) for phase in now}
         seconds["optimizer"] = self._optimizer
         seconds["other"] = total - sum(seconds.values())
-        self.steps.append({"total": total, **seconds})
+        self.steps.append({"total": total, "cpu": cpu, **seconds})
         self.resident.append(resident)
         elapsed = sum(step["total"] for step in self.steps)
         return elapsed < self.min_seconds and len(self.steps) < self.max_steps
@@ -265,9 +267,10 @@ def measure_time(cell: Cell, trainer: FixedWorkTrainer) -> dict[str, Any]:
     trainer.train()
     every = [step["total"] for step in timer.steps]
     middle = sorted(timer.steps, key=lambda step: step["total"])[len(timer.steps) // 2]
-    total = middle.pop("total")
+    total, cpu = middle.pop("total"), middle.pop("cpu")
     return {
         "seconds": total,
+        "cpu_seconds": cpu,
         "seconds_without_rollout": total - middle["rollout"],
         "phases": {phase: middle[phase] for phase in (*PHASES, *middle) if phase in middle},
         "all_seconds": every,

@@ -31,6 +31,8 @@ def test_members_are_as_unequal_as_the_names_say(launched: Launched) -> None:
     for name, ranks in records.items():
         replays = [rank["calls"].get("replay", 0) for rank in ranks]
         expected = 8 if "against none" not in name and "1 member" not in name else 4
+        if "against 1 token" in name:
+            expected = 7  # two of its responses are the same token, and equal ones are run once
         assert replays == [expected] * 2, name
 
 

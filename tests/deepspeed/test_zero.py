@@ -119,11 +119,12 @@ def test_ranks_end_with_the_same_weights_to_the_last_bit(stage: int, launched: L
 def test_ranks_replay_different_numbers_of_members(stage: int, launched: Launched) -> None:
     """Else the matrix would not show that ranks need no equal numbers of passes.
 
-    Rank 0: 4, none, none, 4. Rank 1: 2, 4, none, 2. Where passes contain collectives the rank
+    Rank 0: 4, none, none, 3 (two of its responses are the same, and run once). Rank 1: 2, 4, none,
+    2. Where passes contain collectives the rank
     with fewer fills up; where they do not, none is made for others' sake.
     """
     ranks = launched(f"stage {stage}")["full, exact, fp32, accumulation 1"]
-    assert [rank["calls"]["replay"] for rank in ranks] == [8, 8]
+    assert [rank["calls"]["replay"] for rank in ranks] == [7, 8]
     num_idle = [rank["num_idle"] for rank in ranks]
     assert all(num_idle) if stage >= 2 else num_idle == [0] * WORLD_SIZE
     assert ranks[0]["accumulate"] == ("partitioned" if stage >= 2 else "local")
