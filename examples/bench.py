@@ -1,6 +1,6 @@
 """Stock TRL and LongStraw side by side: time and memory of one optimizer step, in one run.
 
-    python examples/bench.py                                     # about 15 minutes on two cores
+    python examples/bench.py                                     # about half an hour on a core
     python examples/bench.py --prompts 1024,2048,4096,8192,16384 --groups 2,4,8 --max_minutes 20
     python examples/bench.py --profile --prompts 4096 --groups 8 --modes exact
 
