@@ -70,8 +70,8 @@ def test_ranks_hold_the_same_weights_to_the_last_bit(
 def test_ranks_replay_different_numbers_of_members(
     results: tuple[dict[str, Records], list[str]],
 ) -> None:
-    """Five steps of one group of four per rank: rank 0's has no advantage in steps 1, 3 and 5. In two
-    of rank 1's groups two responses are the same, and run once."""
+    """Five steps of one group of four per rank: rank 0's has no advantage in steps 1, 3 and 5. In
+    two of rank 1's groups two responses are the same, and run once."""
     ranks = results[0]["sgd"]["longstraw"]
     assert [rank["calls"].get("replay", 0) for rank in ranks] == [2 * 4, 3 * 4 - 2]
     assert [rank["captures"] for rank in ranks] == [5, 5]
