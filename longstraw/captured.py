@@ -23,9 +23,6 @@ class CapturedSegments:
         self._store = store
         self._states: list[SegmentState] = []
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     @property
     def peak_bytes(self) -> int:
         """Most bytes of state and cotangents that were held at a time."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .engine import Engine
 from .errors import MemoryPlanError
@@ -29,7 +30,9 @@ def generate(
         `[G, P + R]`: prompt and response, padded as transformers' `generate` pads.
     """
     rows = generate_rows(engine, [prompt_ids] * num_members, **generate_options)
-    return torch.cat([prompt_ids.expand(num_members, -1), torch.stack(rows)], dim=1)
+    padding = _option(engine, generate_options, "pad_token_id") or 0
+    responses = pad_sequence(rows, batch_first=True, padding_value=padding)
+    return torch.cat([prompt_ids.expand(num_members, -1), responses], dim=1)
 
 
 def generate_rows(
@@ -60,17 +63,25 @@ def generate_rows(
     rows: list[Tensor] = []
     states: list[SegmentState] = []
     for context in contexts:
-        try:
-            if len(states) == most_rows:
-                raise MemoryPlanError(f"{most_rows} responses fill the memory there is")
-            states.append(engine.capture(context, keep=states))
-        except MemoryPlanError:
-            if not states:
-                raise
+        state = None if len(states) == most_rows else _capture_beside(engine, context, states)
+        if state is None:
             begin = len(rows)
             rows += _decode(engine, contexts[begin : begin + len(states)], states, generate_options)
-            states = [engine.capture(context)]
+            states, state = [], engine.capture(context)
+        states.append(state)
     return rows + _decode(engine, contexts[len(rows) :], states, generate_options)
+
+
+def _capture_beside(
+    engine: Engine, context: Tensor, states: Sequence[SegmentState]
+) -> SegmentState | None:
+    """The context's state, or None where it does not fit beside `states`."""
+    try:
+        return engine.capture(context, keep=states)
+    except MemoryPlanError:
+        if not states:
+            raise
+        return None
 
 
 def _decode(

@@ -134,3 +134,18 @@ def test_padding_is_the_configurations_token_for_logits_processors() -> None:
         logits_processor=LogitsProcessorList([Watch()]),
     )
     assert seen[0][1, :4].tolist() == [7] * 4
+
+
+def test_more_rows_than_have_room_for_their_own_tokens_are_decoded_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at a time; batches that end at different lengths are padded to one."""
+    monkeypatch.setattr("longstraw.rollout._most_rows", lambda engine, options: 2)
+    model = tiny_model("llama")
+    engine = Engine(model, EngineConfig(chunk_size=16, page_size=8))
+    prompt, options = random_prompt(45), {"max_new_tokens": 20, "do_sample": False}
+    expected = plain_generate(model, prompt, **options)
+    found = generate(engine, prompt, 5, **options)
+    assert found.shape[0] == 5 and all(torch.equal(row, expected[0]) for row in found)
+    rollout = next(row for row in engine.ledger.table() if row["phase"] == "rollout")
+    assert rollout["calls"] == 3
