@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .backends import Backend, TorchBackend
     from .backends.deepspeed import DeepSpeedBackend, bound_collectives, prepare_deepspeed
     from .config import EngineConfig
-    from .distributed import RankWatch
+    from .distributed import RankAxes, RankWatch, SequenceGroup, rank_axes
     from .distributed.launch import check_ranks, connect_cpu_ranks, launched_ranks
     from .engine import Engine, FinalizeReport, UpdateReport
     from .errors import (
@@ -45,7 +45,10 @@ _HOME = {
     "launched_ranks": "distributed.launch",
     "bound_collectives": "backends.deepspeed",
     "prepare_deepspeed": "backends.deepspeed",
+    "RankAxes": "distributed",
     "RankWatch": "distributed",
+    "SequenceGroup": "distributed",
+    "rank_axes": "distributed",
     "DeepSpeedBackend": "backends.deepspeed",
     "TorchBackend": "backends",
     "Backend": "backends",
@@ -86,11 +89,13 @@ __all__ = [
     "PageFileError",
     "PromptGroup",
     "PromptStateError",
+    "RankAxes",
     "RankLostError",
     "RankWatch",
     "RanksAbortedError",
     "RouterSums",
     "Segment",
+    "SequenceGroup",
     "ShapeError",
     "StalePromptStateError",
     "TorchBackend",
@@ -104,6 +109,7 @@ __all__ = [
     "launched_ranks",
     "load_balancing_loss",
     "prepare_deepspeed",
+    "rank_axes",
 ]
 
 

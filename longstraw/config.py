@@ -11,6 +11,7 @@ PROMPT_GRADIENTS = ("exact", "stopped")
 ATTENTION_IMPLS = ("auto", "reference", "torch_flash")
 PAGE_DEVICES = ("model", "host")
 COTANGENT_DTYPES = ("float32", "bfloat16")
+SP_LAYOUTS = ("block_cyclic", "zigzag")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class EngineConfig:
         log_gradient_gap: measure what "stopped" leaves out; costs a prompt backward and one copy
             of the gradients.
         router_statistics: keep the routing sums that an auxiliary load-balancing loss needs.
+        sp_size: ranks that share one prompt: each owns, runs and keeps a part of every chunk's
+            tokens (sequence parallel). 1: each rank has prompts of its own. The number of processes
+            is a multiple of it; see `rank_axes`.
+        sp_layout: how a chunk is divided over them, see `Ownership`. "block_cyclic": one run of
+            tokens each. "zigzag": an early and a late one, which evens out the work inside a chunk.
         allow_extrapolation: run positions beyond the model's `max_position_embeddings`.
         progress: show a progress bar for passes over many tokens.
     """
@@ -70,6 +76,8 @@ class EngineConfig:
     fp32_head: bool = False
     log_gradient_gap: bool = False
     router_statistics: bool = False
+    sp_size: int = 1
+    sp_layout: Literal["block_cyclic", "zigzag"] = "block_cyclic"
     allow_extrapolation: bool = False
     progress: bool = False
 
@@ -78,12 +86,14 @@ class EngineConfig:
         _one_of("attention", self.attention, ATTENTION_IMPLS)
         _one_of("page_device", self.page_device, PAGE_DEVICES)
         _one_of("cotangent_dtype", self.cotangent_dtype, COTANGENT_DTYPES)
+        _one_of("sp_layout", self.sp_layout, SP_LAYOUTS)
         for name in (
             "chunk_size",
             "page_size",
             "replay_batch",
             "min_shared_tokens",
             "logprob_chunk_size",
+            "sp_size",
         ):
             value = getattr(self, name)
             if name == "replay_batch" and value is None:

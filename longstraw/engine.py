@@ -22,7 +22,7 @@ from .backends import Backend, TorchBackend
 from .branches import Branch, grow_branches
 from .captured import CapturedSegments
 from .config import EngineConfig
-from .distributed import LockStep, Pass, RankWatch
+from .distributed import LockStep, Pass, RankAxes, RankWatch, rank_axes
 from .errors import ConfigError, StalePromptStateError
 from .gradient_gap import GradientGap
 from .ledger import Ledger
@@ -76,6 +76,7 @@ class Engine:
         timeout_seconds: how long to wait for other ranks.
 
     Attributes:
+        axes: which ranks share this one's prompts, and which have others.
         watch: knows where this rank and the others are.
 
     Raises:
@@ -108,7 +109,8 @@ class Engine:
             cotangent_dtype=self.config.cotangent_dtype,
             device=device,
         )
-        self.store = PageStore.from_config(self.config, self.decoder.device)
+        self.axes: RankAxes = rank_axes(self.config.sp_size, timeout_seconds)
+        self.store = PageStore.from_config(self.config, self.decoder.device, self.axes.sequence)
         self.captured = CapturedSegments(self.store)
         self.backend = backend or TorchBackend()
         self._timeout_seconds = timeout_seconds
@@ -117,7 +119,7 @@ class Engine:
             self.decoder.device, self.config.progress, lambda at: self.watch.at(at)
         )
         self._passes = SegmentPasses(
-            self.decoder, self.store, self.backend, self.lockstep, self.config
+            self.decoder, self.store, self.backend, self.lockstep, self.config, self.axes.sequence
         )
         self._members = MemberPasses(
             self.decoder, self.captured, self._passes, self.ledger, self.config
@@ -151,7 +153,11 @@ class Engine:
 
     def _meet_ranks(self) -> None:
         self.watch = RankWatch()
-        self.lockstep = LockStep(timeout_seconds=self._timeout_seconds, watch=self.watch)
+        self.lockstep = LockStep(
+            timeout_seconds=self._timeout_seconds,
+            watch=self.watch,
+            shares_passes=self.config.sp_size > 1,
+        )
 
     def describe(self) -> str:
         """One line on how this engine runs, for logs."""
@@ -161,10 +167,13 @@ class Engine:
         if attention == "auto":
             attention = f"auto ({available_impl(device)} where it can)"
         per_token = decoder.state_bytes(1, with_cotangents=config.needs_prompt_backward)
+        shared = ""
+        if config.sp_size > 1:
+            shared = f" over {config.sp_size} ranks ({config.sp_layout})"
         return (
             f"{decoder.family.model_type} on {device}, {config.prompt_gradient} prompt gradient, "
             f"chunks of {config.chunk_size:,} tokens, pages of {config.page_size:,} on "
-            f"{self.store.describe()}, {per_token:,} bytes of state per prompt token, "
+            f"{self.store.describe()}, {per_token:,} bytes of state per prompt token{shared}, "
             f"attention {attention}, {self.backend.describe(decoder.trainable_parameters())}"
         )
 
@@ -175,7 +184,8 @@ class Engine:
 
         The loss may couple members and groups in any way. It is called once, with graph-free
         values that require grad; nothing of the model's graph exists meanwhile. Collective: with
-        several ranks all call this, the same number of times.
+        several ranks all call this, the same number of times; those that share a prompt
+        (`sp_size`) with the same groups and the same loss.
 
         Args:
             groups: prompts and responses. A prompt may come in several calls; its own backward
@@ -191,12 +201,12 @@ class Engine:
         parameters = self.decoder.trainable_parameters()
         with self.decoder.attached(), self._all_or_nothing():
             self.backend.begin_update(parameters)
-            with self.lockstep.together("capture and scoring"):
+            with self.lockstep.together("capture and scoring", has_passes=True):
                 states = self._capture_all(groups, for_backward=True)
                 scores = [self._members.score(s, g) for s, g in zip(states, groups, strict=True)]
             with self.lockstep.together("the loss", has_collectives=True):
                 loss, losses = self._differentiate(loss_of, scores)
-            with self.lockstep.together("replay"):
+            with self.lockstep.together("replay", has_passes=True):
                 replayed = 0
                 for state, group, cotangents in zip(states, groups, losses, strict=True):
                     self._check_fresh(state)
@@ -217,7 +227,7 @@ class Engine:
         parameters = self.decoder.trainable_parameters()
         with self.decoder.attached(), self._all_or_nothing():
             self.backend.begin_update(parameters)
-            with self.lockstep.together("prompt backward"):
+            with self.lockstep.together("prompt backward", has_passes=True):
                 while pending := self.captured.pending():
                     self._run_prompt_backward(pending[0])
                 if self.backend.needs_anchor and not self.backend.has_gradient:
@@ -225,7 +235,9 @@ class Engine:
                     self._passes.run_idle(Pass.BACKWARD)
             gap = None
             if self.config.log_gradient_gap:
-                gap = self._gap.summarize(parameters, self.config.prompt_gradient == "exact")
+                gap = self._gap.summarize(
+                    parameters, self.config.prompt_gradient == "exact", self.axes.sequence
+                )
             self.watch.at("reducing gradients")
             finalized = self.backend.finalize(parameters)
         return FinalizeReport(finalized.is_finite, gap)
@@ -234,7 +246,8 @@ class Engine:
     def _all_or_nothing(self) -> Iterator[None]:
         """An error inside forgets what was accumulated since the last optimizer step."""
         try:
-            yield
+            with self.watch.naming_the_lost():
+                yield
         except BaseException:
             self.backend.discard(self.decoder.trainable_parameters())
             self._gap.forget()
@@ -293,7 +306,7 @@ class Engine:
         start = parent.segment.end if parent is not None else 0
         segment = Segment(token_ids[None], (token_ids.numel(),), start)
         kept = keep if parent is None else (*keep, parent)
-        self.captured.make_room(self.decoder.state_bytes(segment.num_tokens, False), kept)
+        self.captured.make_room(self._passes.state_bytes(segment.num_tokens), kept)
         state = self._passes.new_state(
             segment,
             self.policy_version,
@@ -365,16 +378,18 @@ class Engine:
         for state in states:
             for before in state.lineage():
                 before.is_prompt = True
-        tokens = 0
+        runs: list[int] = []
         if for_backward and self.config.needs_prompt_backward:
             # What prompts share is in the lineage of each.
             lineage = {s for state in states for s in state.lineage()}
-            tokens = sum(s.segment.num_tokens for s in lineage if not s.has_cotangent)
+            runs = [s.segment.num_tokens for s in lineage if not s.has_cotangent]
+        cotangents = sum(
+            self._passes.state_bytes(run, with_cotangents=True) - self._passes.state_bytes(run)
+            for run in runs
+        )
 
         def needed() -> int:
             # Asked again after each drop: a turn that is dropped will be run with its members.
-            cotangents = self.decoder.state_bytes(tokens, True)
-            cotangents -= self.decoder.state_bytes(tokens, False)
             beside = [
                 self._members.state_bytes(state, group, for_backward)
                 for state, group in zip(states, groups, strict=True)
@@ -383,7 +398,9 @@ class Engine:
             return cotangents + sum(shared for shared, _ in beside) + passing
 
         self.captured.drop_unused(lambda: self.store.fits(needed()), keep=states)
-        what = f"an update (cotangents of {tokens:,} prompt tokens, pages of the longest responses)"
+        what = (
+            f"an update (cotangents of {sum(runs):,} prompt tokens, pages of the longest responses)"
+        )
         self.store.require(needed(), what)
         return states
 
@@ -391,7 +408,8 @@ class Engine:
 
     def score(self, group: PromptGroup) -> GroupScores:
         """Log-probs and entropies of a group's responses, without a graph. Collective."""
-        with self.decoder.attached(), self.lockstep.together("scoring"):
+        scoring = self.lockstep.together("scoring", has_passes=True)
+        with self.watch.naming_the_lost(), self.decoder.attached(), scoring:
             (state,) = self._capture_all([group], for_backward=False)
             return self._members.score(state, group)
 
@@ -400,12 +418,23 @@ class Engine:
     def _differentiate(
         self, loss_of: LossFunction, scores: list[GroupScores]
     ) -> tuple[Tensor, list[GroupScores]]:
-        """The loss, and dL/dscores in the shape of the scores."""
+        """The loss, and dL/dscores in the shape of the scores, times the ranks that share a prompt.
+
+        The scale of a gradient, in one place. Let L_g be the loss of sequence group g's rows as the
+        loss function gives it: with its normaliser, and divided by the accumulation steps. Every
+        token is run by one rank j of the group, so the sum over its sp ranks of what they have
+        accumulated is the group's gradient:
+
+            dL_g = sum_j d_gj        wanted: 1/dp sum_g dL_g, as in a data-parallel trainer
+
+        Backends take the mean over all dp * sp ranks, whatever their stage. Cotangents that are
+        sp times as large make that 1/(dp sp) sum_gj sp d_gj, which is it. Nothing else scales.
+        """
         leaves = [leaf.requires_grad_() for group in scores for leaf in group.leaves()]
         with self.ledger.phase("loss", 0), torch.enable_grad():
             loss = loss_of(scores)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        queue = iter(grads)
+        queue = iter([grad * self.axes.sp_size for grad in grads])
         cotangents = []
         for group in scores:
             logps, entropies = next(queue), next(queue)

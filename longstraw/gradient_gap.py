@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .distributed import SequenceGroup
+
 
 class GradientGap:
     """Accumulates the prompt's part of the gradient over one update.
@@ -45,12 +47,13 @@ class GradientGap:
         self._prompt_part.clear()
 
     def summarize(
-        self, parameters: Sequence[nn.Parameter], has_prompt_part: bool
+        self, parameters: Sequence[nn.Parameter], has_prompt_part: bool, group: SequenceGroup
     ) -> dict[str, float]:
-        """Compare this process's two gradients and forget them.
+        """Compare the two gradients of this group's prompts and forget them. Collective over it.
 
         Args:
             has_prompt_part: whether `.grad` is the exact gradient or the stopped one.
+            group: ranks that each hold the part of their own tokens.
 
         Returns:
             `relative`: |exact - stopped| / |exact|; `cosine` of the two; zeros and ones when both
@@ -61,6 +64,8 @@ class GradientGap:
             part = self._prompt_part.get(p)
             part = torch.zeros_like(p) if part is None else part
             grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if not group.is_alone:
+                part, grad = group.sum_(part.clone()), group.sum_(grad.clone())
             full = grad if has_prompt_part else grad + part
             rest = full - part
             missing += _dot(part, part)

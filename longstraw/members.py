@@ -79,18 +79,18 @@ class MemberPasses:
         """
         branches = self._branches(state, group, range(len(group.completion_ids)))
         runs = [run for branch in branches for run in branch.walk()]
-        shared = sum(run.num_tokens for run in runs if run.is_inner and run.state is None)
+        state_bytes = self._passes.state_bytes
+        shared = sum(state_bytes(r.num_tokens) for r in runs if r.is_inner and r.state is None)
         size = self._config.chunk_size
         longest = max((run.num_tokens for run in runs if not run.is_inner), default=0)
         # Without a limit only responses within a chunk are run together, and these keep nothing.
         rows = self._config.replay_batch or 1
-        kept = rows * (max(longest - 1, 0) // size) * size
-        passing = self._decoder.state_bytes(kept, for_backward)
+        kept = (max(longest - 1, 0) // size) * size
+        passing = state_bytes(kept, with_cotangents=for_backward, num_rows=rows)
         if for_backward:
             way = max((branch.longest_inner_path for branch in branches), default=0)
-            passing += self._decoder.state_bytes(way, True)
-            passing -= self._decoder.state_bytes(way, False)
-        return self._decoder.state_bytes(shared, False), passing
+            passing += state_bytes(way, with_cotangents=True) - state_bytes(way)
+        return shared, passing
 
     # ---------------------------------------------------------------- score
 

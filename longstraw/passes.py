@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from .backends import Backend
 from .config import EngineConfig
-from .distributed import LockStep, Pass
+from .distributed import ChunkTravel, LockStep, Ownership, Pass, SequenceGroup, most_owned
 from .models import (
     Decoder,
     RouterSums,
@@ -66,8 +66,11 @@ class SegmentPasses:
         backend: Backend,
         lockstep: LockStep,
         config: EngineConfig,
+        group: SequenceGroup,
     ) -> None:
         self.decoder = decoder
+        self.group = group
+        self._travels: dict[int, ChunkTravel] = {}  # by number of tokens; few, and made of indices
         self.store = store
         self.config = config
         self.drive_with(backend, lockstep)
@@ -97,6 +100,14 @@ class SegmentPasses:
             needs_cotangent=needs_cotangent,
         )
 
+    def state_bytes(
+        self, num_tokens: int, *, with_cotangents: bool = False, num_rows: int = 1
+    ) -> int:
+        """Bytes that a segment's state takes on the rank of the group that holds most of it."""
+        config = self.config
+        owned = most_owned(num_tokens, config.chunk_size, config.sp_size, config.sp_layout)
+        return self.decoder.state_bytes(num_rows * owned, with_cotangents)
+
     @torch.no_grad()
     def capture(self, state: SegmentState, bar: tqdm, *, but_last: bool = False) -> None:
         """Fill `state`: forward without a graph, keep pages, free the rest chunk by chunk.
@@ -105,9 +116,9 @@ class SegmentPasses:
             but_last: leave the last chunk out, which no later chunk of the segment reads.
         """
         chunks = self._chunks(state)[: -1 if but_last else None]
-        num_tokens = state.segment.num_rows * sum(chunk.num_tokens for chunk in chunks)
-        needed = self.decoder.state_bytes(num_tokens, with_cotangents=False)
-        self.store.require(needed, f"the state of {num_tokens:,} tokens")
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        needed = self.state_bytes(num_tokens, num_rows=state.segment.num_rows)
+        self.store.require(needed, f"the state of {state.segment.num_rows * num_tokens:,} tokens")
         for chunk in chunks:
             with self._turn(Pass.CAPTURE):
                 cache, output = self._forward(state, chunk, state_only=self._may_end_early)
@@ -129,7 +140,7 @@ class SegmentPasses:
         for chunk in chunks:
             with self._turn(Pass.SCORE):
                 cache, output = self._forward(state, chunk)
-                parts.append(self._score(output.hidden, targets[:, chunk.start : chunk.stop]))
+                parts.append(self._score(chunk, output, targets[:, chunk.start : chunk.stop]))
             self._add_router_sums(state, chunk, output)
             if keep or chunk is not chunks[-1]:
                 self._keep(state, chunk, cache)
@@ -172,6 +183,9 @@ class SegmentPasses:
         state.free_chunk(chunk)
         if roots:
             self.backend.backward(roots, cotangents)
+            for before in state.lineage():
+                if before is not state:
+                    before.note_reader()
 
     # ---------------------------------------------------------------- one pass
 
@@ -208,7 +222,7 @@ class SegmentPasses:
             with torch.no_grad():
                 _, output = self._forward(state, chunk)
                 if kind is Pass.SCORE:
-                    self._score(output.hidden, torch.full_like(token, -1))
+                    self._score(chunk, output, torch.full_like(token, -1))
 
     @property
     def _may_end_early(self) -> bool:
@@ -235,17 +249,22 @@ class SegmentPasses:
             start,
             self.config.attention,
             is_recomputed=torch.is_grad_enabled() and self.decoder.is_checkpointed,
+            travel=(travel := self._travel(chunk)),
         )
         cache = ChunkCache(reader, state_only=state_only)
         output = self.decoder.run_chunk(
-            segment.token_ids[:, chunk.start : chunk.stop],
-            start,
+            travel.take(segment.token_ids[:, chunk.start : chunk.stop], 0),
+            travel.positions(start),
             cache,
             with_router=self.config.router_statistics,
         )
         return cache, output
 
-    def _score(self, hidden: Tensor, targets: Tensor) -> TokenScores:
+    def _score(self, chunk: Chunk, output: ChunkOutput, targets: Tensor) -> TokenScores:
+        """Scores of a chunk's `targets` `[B, C]`, each computed by the rank that owns the token."""
+        travel = self._travel(chunk)
+        targets = travel.take(targets, -1)
+
         def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
             scores = score_tokens(
                 self.decoder.logits,
@@ -256,20 +275,36 @@ class SegmentPasses:
             )
             return scores.logps, scores.entropies  # what hooks on modules can look into
 
-        return TokenScores(*self.decoder.at_head(score, hidden))
+        logps, entropies = self.decoder.at_head(score, output.hidden)
+        return TokenScores(travel.gather(logps, dim=1), travel.gather(entropies, dim=1))
+
+    def _travel(self, chunk: Chunk) -> ChunkTravel:
+        """How the chunk's tokens are divided over the ranks of the group."""
+        travel = self._travels.get(chunk.num_tokens)
+        if travel is None:
+            ownership = Ownership(chunk.num_tokens, self.group.size, self.config.sp_layout)
+            travel = ChunkTravel(self.group, ownership, self.decoder.device)
+            self._travels[chunk.num_tokens] = travel
+        return travel
 
     def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
         for layer in range(self.decoder.num_layers):
-            state.append(chunk, layer, *cache.own(layer))
+            key, value = cache.own(layer)
+            runs = self._travel(chunk).own_runs(key.shape[-2])
+            state.append(chunk, layer, key, value, runs)
 
     def _router_sums(self, state: SegmentState, chunk: Chunk, output: ChunkOutput) -> RouterSums:
+        """Of this rank's tokens."""
         top_k = self.decoder.num_experts_per_token
         assert top_k is not None, "router statistics of a model without experts"
-        return router_sums(output.router_logits, state.segment.real_tokens(chunk), top_k)
+        real = self._travel(chunk).take(state.segment.real_tokens(chunk), False)
+        return router_sums(output.router_logits, real, top_k)
 
     def _add_router_sums(self, state: SegmentState, chunk: Chunk, output: ChunkOutput) -> None:
         if self.config.router_statistics:
             sums = self._router_sums(state, chunk, output)
+            for part in (sums.counts, sums.probs, sums.num_rows):
+                self.group.sum_(part)
             state.router = sums if state.router is None else state.router + sums
 
     def _token_roots(
@@ -279,13 +314,15 @@ class SegmentPasses:
         loss: SegmentLoss,
         cotangents: TokenCotangents | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        targets = loss.targets
-        if targets is None:
-            targets = torch.full(output.hidden.shape[:2], -1, device=output.hidden.device)
-        else:
-            targets = targets[:, chunk.start : chunk.stop]
         if cotangents is None and not self.backend.needs_anchor:
             return
+        travel = self._travel(chunk)
+        if cotangents is not None:
+            cotangents = cotangents.map(lambda whole: travel.take(whole, 0.0))
+        if loss.targets is None:
+            targets = torch.full(output.hidden.shape[:2], -1, device=output.hidden.device)
+        else:
+            targets = travel.take(loss.targets[:, chunk.start : chunk.stop], -1)
         parameters = [p for p in self.decoder.head.parameters() if p.requires_grad]
 
         def anchor(hidden: Tensor) -> Tensor:
@@ -318,9 +355,13 @@ class SegmentPasses:
         self, state: SegmentState, chunk: Chunk, cache: ChunkCache
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The chunk's own keys and values, with what later tokens left on its pages."""
-        for layer in range(self.decoder.num_layers):
-            pages = state.pages(layer, chunk)
-            if not any(page.key_cotangent is not None for page in pages):
+        layers = [state.pages(layer, chunk) for layer in range(self.decoder.num_layers)]
+        # A window may hide one rank's pages and not another's. All must go the same way back.
+        is_read = self.group.any(
+            [any(page.key_cotangent is not None for page in pages) for pages in layers]
+        )
+        for layer, pages in enumerate(layers):
+            if not is_read[layer]:
                 continue
             key, value = cache.own(layer)
             yield from zip((key, value), self.store.join_cotangents(pages, key, value), strict=True)

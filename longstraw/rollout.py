@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from .distributed import DecodeTravel, SequenceGroup
 from .engine import Engine
-from .errors import MemoryPlanError
+from .errors import ConfigError, MemoryPlanError
 from .state import DecodeCache, FreeMemory, Reader, RowRun, SegmentState
 
 
@@ -46,6 +48,9 @@ def generate_rows(
 
     All states stand together, and where they do not fit, as many as do are decoded at a time.
 
+    Collective over the ranks that share a prompt (`sp_size`), with the same contexts. Each attends
+    to the pages that it owns; all draw the same tokens, as the first of them would alone.
+
     Args:
         contexts: each `[P]` on the model's device.
         generate_options: for `model.generate`; beam search and assisted decoding are not served.
@@ -55,9 +60,16 @@ def generate_rows(
 
     Raises:
         MemoryPlanError: the state of one context would not fit.
+        ConfigError: an option by which ranks that share a prompt would end at different times.
     """
     if not contexts:
         return []
+    if engine.config.sp_size > 1 and _option(engine, generate_options, "max_time") is not None:
+        raise ConfigError(
+            "max_time ends generation by each rank's own clock, and ranks that share a prompt "
+            "(sp_size > 1) must make the same steps. Use max_new_tokens (max_completion_length in "
+            "the trainer)."
+        )
     engine.capture_shared(contexts)
     most_rows = _most_rows(engine, generate_options)
     rows: list[Tensor] = []
@@ -99,7 +111,12 @@ def _decode(
     for row, context in enumerate(contexts):
         input_ids[row, width - context.numel() :] = context
         mask[row, width - context.numel() :] = 1
-    decoder, model = engine.decoder, engine.decoder.base
+    decoder, model, group = engine.decoder, engine.decoder.base, engine.axes.sequence
+    group.share_random_state(decoder.device)
+    if not group.is_alone:
+        given = generate_options.get("logits_processor") or []
+        processors = LogitsProcessorList([*given, _LeadersScores(group)])
+        generate_options = {**generate_options, "logits_processor": processors}
     with decoder.attached(), engine.ledger.phase("rollout", 0), decoder.autocast():
         output = model.generate(  # type: ignore[operator]
             input_ids=input_ids,
@@ -138,17 +155,33 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         start,
         engine.config.attention,
         () if same else runs,
+        travel=DecodeTravel(engine.axes.sequence),
     )
+
+
+class _LeadersScores(LogitsProcessor):
+    """Lets all ranks of a group draw from the scores of the first one.
+
+    They run the same tokens and end with the same scores, to the last bit only if their devices
+    are alike. One token that differs would set them apart for good.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.group.broadcast_(scores.contiguous())
 
 
 def _most_rows(engine: Engine, generate_options: dict[str, Any]) -> int:
     """How many responses have room for their own keys and values beside what is captured."""
     left = FreeMemory(engine.decoder.device).bytes_left(0)
     num_tokens = _option(engine, generate_options, "max_new_tokens")
-    if left is None or num_tokens is None:
-        return 2**31
-    # Twice: a full buffer is copied into one of double the size.
-    return max(1, left // (2 * engine.decoder.state_bytes(num_tokens, False)))
+    most = 2**31
+    if left is not None and num_tokens is not None:
+        # Twice: a full buffer is copied into one of double the size.
+        most = max(1, left // (2 * engine.decoder.state_bytes(num_tokens, False)))
+    return engine.axes.sequence.minimum(most)
 
 
 def _option(engine: Engine, generate_options: dict[str, Any], name: str) -> int | None:

@@ -6,6 +6,7 @@ alive on the device for the whole backward, and its gradient would be a tensor a
 history for each chunk.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from longstraw_kernels.page_attention import (
     block_attention_backward,
 )
 
+from ..distributed import Travel
 from ..state import LayerHandle, Page
 
 
@@ -63,26 +65,27 @@ def paged_attention(
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sink, handle, options):  # type: ignore[no-untyped-def]
-        blocks = _Blocks(handle, options, query.shape)
         kept = handle.kept.take() if handle.kept is not None else None
-        out, lse = kept or _attend(blocks, query, key, value, sink)
+        out, lse = kept or _attend(handle, options, query, key, value, sink)
         if kept is None and handle.kept is not None:
             handle.kept.put(out.detach(), lse)
         ctx.save_for_backward(query, key, value, sink, out, lse)
-        ctx.blocks = blocks
+        ctx.handle, ctx.options = handle, options
         return out
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         query, key, value, sink, out, lse = ctx.saved_tensors
-        blocks: _Blocks = ctx.blocks
-        assert not blocks.handle.row_runs, "rows of different histories are for decoding"
+        handle: LayerHandle = ctx.handle
+        assert not handle.row_runs, "rows of different histories are for decoding"
         q, k, v = _in_one_dtype(query, key, value)
-        saved = _Saved(q, grad_output.to(q.dtype).contiguous(), out.to(q.dtype), lse)
         with torch.autocast(query.device.type, enabled=False):
+            saved = _gather(handle.travel, q, grad_output.to(q.dtype), out.to(q.dtype), lse)
+            blocks = _Blocks(handle, ctx.options, saved.q)
             dq, dk, dv = blocks.own_backward(saved, k, v)
             for rows, pages in blocks.visible_pages():
                 rows.add_gradients(dq, saved, pages)
+            dq = handle.travel.sum_home(dq)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
             # p_sink = exp(sink - lse) takes probability and gives no value: ds = -p_sink * delta.
@@ -93,21 +96,50 @@ class _PagedAttention(torch.autograd.Function):
 
 
 def _attend(
-    blocks: "_Blocks", query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+    handle: LayerHandle,
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`out` in the query's dtype and `lse`, over all pages, own keys and the sink."""
     q, k, v = _in_one_dtype(query, key, value)
     # Autocast would run the products of the definition in half precision.
     with torch.autocast(query.device.type, enabled=False):
+        q = handle.travel.gather(q)
+        blocks = _Blocks(handle, options, q)
         out, lse = blocks.own_forward(q, k, v)
         for rows, pages in blocks.visible_pages():
             part = rows.attend(q, pages)
             if part is not None:
                 merge_lse_(out, lse, *part)
         blocks.attend_row_runs(q, out, lse)
+        out, lse = _merge_home(handle.travel, out, lse)
     if sink is not None:
         out, lse = add_sink(out, lse, sink)
     return out.to(query.dtype), lse
+
+
+def _merge_home(travel: Travel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What all ranks found for this rank's queries, merged in the order of ranks."""
+    if travel.is_local:
+        return out, lse
+    parts = travel.parts_home(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
+    out, lse = parts[0, ..., :-1].contiguous(), parts[0, ..., -1].contiguous()
+    for part in parts[1:]:
+        merge_lse_(out, lse, part[..., :-1], part[..., -1])
+    return out, lse
+
+
+def _gather(travel: Travel, q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> "_Saved":
+    """What the backward reads, for the queries of all ranks."""
+    if travel.is_local:
+        return _Saved(q, grad_out.contiguous(), out, lse)
+    sizes = [x.shape[-1] for x in (q, grad_out, out)]
+    whole = travel.gather(torch.cat([q, grad_out, out], dim=-1)).split(sizes, dim=-1)
+    q, grad_out, out = (x.contiguous() for x in whole)
+    return _Saved(q, grad_out, out, travel.gather(lse, dim=-1))
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,20 +160,27 @@ class _Saved:
     out: Tensor
     lse: Tensor
 
+    def rows(self, rows: slice) -> "_Saved":
+        """Those of some queries."""
+        q, grad_out, out = (x[..., rows, :] for x in (self.q, self.grad_out, self.out))
+        return _Saved(q, grad_out, out, self.lse[..., rows])
+
 
 class _Blocks:
     """The key blocks one attention call reads: pages of the history, and the own keys."""
 
-    def __init__(self, handle: LayerHandle, options: AttentionOptions, shape: torch.Size) -> None:
+    def __init__(self, handle: LayerHandle, options: AttentionOptions, q: Tensor) -> None:
         self.handle = handle
         self.options = options
-        self.batch, _, self.q_len, _ = shape
+        self.batch, _, self.q_len, _ = q.shape
 
-    def params(self, k_start: int, causal: bool) -> BlockParams:
+    def params(self, k_start: int, causal: bool, rows: slice | None = None) -> BlockParams:
+        """Of a block of keys, for all queries or for `rows` of them."""
+        first, stop = (0, self.q_len) if rows is None else (rows.start, rows.stop)
         return BlockParams(
             softmax_scale=self.options.softmax_scale,
-            q_start=self.handle.q_start,
-            q_len=self.q_len,
+            q_start=self.handle.q_start + first,
+            q_len=stop - first,
             k_start=k_start,
             causal=causal,
             window=self.options.window,
@@ -171,7 +210,7 @@ class _Blocks:
                     self.handle.impl,
                 )
                 queries = q[part.rows]
-                blocks = _Blocks(handle, self.options, queries.shape)
+                blocks = _Blocks(handle, self.options, queries)
                 for rows, pages in blocks.visible_pages():
                     found = rows.attend(queries, pages)
                     if found is not None:
@@ -179,40 +218,85 @@ class _Blocks:
                         merge_lse_(*merged, *found)
                         out[part.rows], lse[part.rows] = merged
 
+    def own_blocks(self, num_keys: int) -> Iterator[tuple[slice, slice, BlockParams]]:
+        """The own keys that this rank attends to: rows of queries, columns of keys, and how."""
+        for columns, place in self.handle.travel.own_runs(num_keys):
+            start = self.handle.own_start + place
+            everything = self.params(start, causal=True)
+            if self.options.softcap is not None or everything.is_windowed:
+                # Only the reference can do it, whose scores of all keys at once would be [T, T'].
+                for first in range(columns.start, columns.stop, self.handle.store.page_size):
+                    stop = min(first + self.handle.store.page_size, columns.stop)
+                    yield from self._causal_block(slice(first, stop), start + first - columns.start)
+            else:
+                yield from self._parted_block(columns, start)
+
+    def _causal_block(
+        self, columns: slice, start: int
+    ) -> Iterator[tuple[slice, slice, BlockParams]]:
+        """All queries from the first key on, under a mask."""
+        rows = slice(max(0, start - self.handle.q_start), self.q_len)
+        yield rows, columns, self.params(start, True, rows)
+
+    def _parted_block(
+        self, columns: slice, start: int
+    ) -> Iterator[tuple[slice, slice, BlockParams]]:
+        """The queries of the keys' own tokens, and without a mask those of later tokens."""
+        num_keys = columns.stop - columns.start
+        first = start - self.handle.q_start
+        if first < 0:  # decoding: the keys begin before the queries
+            # One query at the end of the own keys sees all of them; a mask would only cost.
+            is_last = self.q_len == 1 and first + num_keys == 1
+            rows = slice(0, self.q_len)
+            yield rows, columns, self.params(start, not is_last, rows)
+            return
+        rows = slice(first, first + num_keys)
+        yield rows, columns, self.params(start, num_keys > 1, rows)
+        if rows.stop < self.q_len:
+            rows = slice(rows.stop, self.q_len)
+            yield rows, columns, self.params(start, False, rows)
+
     def own_forward(self, q: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """`(out, lse)` over the own keys, in the dtype of sums and the caller's to write to."""
-        params = self.params(self.handle.own_start, causal=self._own_is_causal(key))
-        if self.options.softcap is None and not params.is_windowed:
-            return _as_sum(*block_attention(q, key, value, params, impl=self.handle.impl))
-        # Only the reference can do it, whose scores of all own keys at once would be [T, T'].
-        merged = None
-        for tile in self._own_tiles(key):
-            tile_params = self.params(self.handle.own_start + tile.start, causal=True)
+        blocks = list(self.own_blocks(key.shape[-2]))
+        if self._is_one_block(blocks, key):
+            return _as_sum(*block_attention(q, key, value, blocks[0][2], impl=self.handle.impl))
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros(*q.shape[:-1], value.shape[-1], dtype=dtype)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
+        for rows, columns, params in blocks:
             part = block_attention(
-                q, key[..., tile, :], value[..., tile, :], tile_params, impl=self.handle.impl
+                q[..., rows, :],
+                key[..., columns, :],
+                value[..., columns, :],
+                params,
+                impl=self.handle.impl,
             )
-            merged = _merged(merged, part)
-        assert merged is not None, "a chunk without tokens"
-        return merged
+            merge_lse_(out[..., rows, :], lse[..., rows], *part)
+        return out, lse
 
     def own_backward(
         self, saved: _Saved, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the own keys; dQ in the dtype of sums and the caller's to write to."""
-        params = self.params(self.handle.own_start, causal=self._own_is_causal(key))
-        if self.options.softcap is None and not params.is_windowed:
-            dq, dk, dv = self.block_backward(saved, key, value, params)
-            return dq.to(saved.lse.dtype), dk, dv
-        dq, dks, dvs = torch.zeros_like(saved.q, dtype=saved.lse.dtype), [], []
-        for tile in self._own_tiles(key):
-            tile_params = self.params(self.handle.own_start + tile.start, causal=True)
-            part, dk, dv = self.block_backward(
-                saved, key[..., tile, :], value[..., tile, :], tile_params
+        blocks = list(self.own_blocks(key.shape[-2]))
+        sums = saved.lse.dtype
+        if self._is_one_block(blocks, key):
+            dq, dk, dv = self.block_backward(saved, key, value, blocks[0][2])
+            return dq.to(sums), dk, dv
+        dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (saved.q, key, value))
+        for rows, columns, params in blocks:
+            part = self.block_backward(
+                saved.rows(rows), key[..., columns, :], value[..., columns, :], params
             )
-            dq += part.to(dq.dtype)
-            dks.append(dk)
-            dvs.append(dv)
-        return dq, torch.cat(dks, dim=-2), torch.cat(dvs, dim=-2)
+            dq[..., rows, :] += part[0]
+            dk[..., columns, :] += part[1]
+            dv[..., columns, :] += part[2]
+        return dq, dk, dv
+
+    def _is_one_block(self, blocks: list[tuple[slice, slice, BlockParams]], key: Tensor) -> bool:
+        everything = (slice(0, self.q_len), slice(0, key.shape[-2]))
+        return len(blocks) == 1 and blocks[0][:2] == everything
 
     def block_backward(
         self, saved: _Saved, key: Tensor, value: Tensor, params: BlockParams
@@ -227,16 +311,6 @@ class _Blocks:
             params,
             impl=self.handle.impl,
         )
-
-    def _own_is_causal(self, key: Tensor) -> bool:
-        # One query at the end of the own keys sees all of them; a mask would only cost.
-        return not (
-            self.q_len == 1 and self.handle.own_start + key.shape[-2] - 1 == self.handle.q_start
-        )
-
-    def _own_tiles(self, key: Tensor) -> list[slice]:
-        size = self.handle.store.page_size
-        return [slice(i, i + size) for i in range(0, key.shape[-2], size)]
 
 
 class _Rows:

@@ -1,4 +1,4 @@
-"""Plain torch: gradients accumulate in `.grad`; data-parallel ranks are averaged once per update.
+"""Plain torch: gradients accumulate in `.grad`; ranks are averaged once per update.
 
 A model wrapped by DistributedDataParallel is served as well: the engine runs the module inside the
 wrapper, whose hooks stay asleep without a wrapped forward, and averages here instead. The wrapper
@@ -15,17 +15,11 @@ from .base import Backend, Finalized
 
 
 class TorchBackend(Backend):
-    """Drives `torch.autograd.backward` and the mean over data-parallel ranks.
+    """Drives `torch.autograd.backward` and the mean over ranks.
 
     Gradients of half-precision parameters accumulate in fp32 (from torch 2.10 on): a prompt of a
     million tokens adds five hundred chunks, and bf16 loses what is 256 times smaller than the sum.
-
-    Args:
-        group: the data-parallel process group; None for the default one.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
 
     def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:
         accumulate_in_fp32(parameters)
@@ -34,7 +28,7 @@ class TorchBackend(Backend):
         torch.autograd.backward(list(roots), list(cotangents))
 
     def finalize(self, parameters: Sequence[nn.Parameter]) -> Finalized:
-        """Average over the ranks, and take a gradient that is not finite away.
+        """Average over all ranks, and take a gradient that is not finite away.
 
         A parameter that no replay reached gets a zero gradient, not None: ranks must reduce the
         same tensors, and an optimizer with momentum moves on a zero gradient, as it does in TRL.
@@ -43,10 +37,10 @@ class TorchBackend(Backend):
         fill_with_zeros(parameters)
         world_size = 1
         if dist.is_available() and dist.is_initialized():
-            world_size = dist.get_world_size(self.group)
+            world_size = dist.get_world_size()
         for parameter in parameters if world_size > 1 else ():
             assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=self.group)
+            dist.all_reduce(parameter.grad)
             parameter.grad /= world_size
         is_finite = bool(torch.isfinite(gradient_norm(parameters)))
         if not is_finite:

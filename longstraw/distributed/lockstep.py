@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from ..errors import PromptStateError, RankLostError, RanksAbortedError
+from ..errors import (
+    LongStrawError,
+    PageFileError,
+    PromptStateError,
+    RankLostError,
+    RanksAbortedError,
+)
 from .meeting import Meeting
 from .watch import RankWatch
 
@@ -36,6 +42,14 @@ def _do_nothing(kind: Pass) -> None:
     pass
 
 
+def _is_of_the_group(error: Exception) -> bool:
+    """Whether all ranks that share a prompt raise it: they have the same input, and agree on room.
+
+    Not a file that one of them cannot read, nor what its device or a library raises.
+    """
+    return isinstance(error, LongStrawError) and not isinstance(error, PageFileError)
+
+
 class LockStep:
     """Takes turns with the other ranks. Making one is collective.
 
@@ -44,6 +58,7 @@ class LockStep:
         run_idle: makes a pass of a kind with zero weight.
         timeout_seconds: how long to wait for a rank without a sign of life.
         watch: knows where this rank and the others are.
+        shares_passes: whether ranks that share a prompt make every pass together.
 
     Attributes:
         num_idle: passes made with zero weight.
@@ -58,10 +73,12 @@ class LockStep:
         run_idle: Callable[[Pass], None] = _do_nothing,
         timeout_seconds: float = 1800.0,
         watch: RankWatch | None = None,
+        shares_passes: bool = False,
     ) -> None:
         self.turns = turns
         self.run_idle = run_idle
         self.watch = watch or RankWatch()
+        self.shares_passes = shares_passes
         self.num_idle = 0
         self._work: str | None = None  # what the outermost `together` is about
         self._is_suspended = False
@@ -78,7 +95,11 @@ class LockStep:
 
     @contextmanager
     def together(
-        self, work: str = "the update", *, has_collectives: bool = False
+        self,
+        work: str = "the update",
+        *,
+        has_collectives: bool = False,
+        has_passes: bool = False,
     ) -> Iterator[None]:
         """Work that every rank enters, and leaves when all have finished theirs.
 
@@ -92,6 +113,8 @@ class LockStep:
             has_collectives: the work contains other collectives than those of passes. A rank that
                 fails cannot tell the others then, who may stand in one; they end when its process
                 does, or at their timeout.
+            has_passes: it contains passes. Where ranks share them, the same holds for an error that
+                one rank has alone; those that the ranks of a group have together are told.
         """
         if self._work is not None or self.world_size == 1:
             yield
@@ -103,7 +126,8 @@ class LockStep:
                 self._idle(now)
         except Exception as error:
             is_told = isinstance(error, RanksAbortedError | RankLostError)
-            if self._is_reachable and not is_told:
+            is_alone = has_passes and self.shares_passes and not _is_of_the_group(error)
+            if self._is_reachable and not is_told and not is_alone:
                 self._agree_on(Pass.FAILED, f"{type(error).__name__}: {error}")
             raise
         finally:

@@ -86,15 +86,20 @@ class RankWatch:
         if self.world_size == 1:
             yield
             return
-        with self._on_sigterm():
-            try:
-                yield
-            except (LongStrawError, torch.OutOfMemoryError):
+        with self._on_sigterm(), self.naming_the_lost():
+            yield
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Name the missing rank when a collective inside fails."""
+        try:
+            yield
+        except (LongStrawError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if self.world_size == 1 or not _is_of_a_collective(error):
                 raise
-            except RuntimeError as error:
-                if not _is_of_a_collective(error):
-                    raise
-                raise self.lost("waiting", error) from error
+            raise self.lost("waiting", error) from error
 
     def lost(self, what: str, error: BaseException) -> RankLostError:
         """The error to raise when peers stopped answering."""

@@ -148,10 +148,9 @@ class Decoder:
         refuse_checkpointing(self.family)
 
     def run_chunk(
-        self, token_ids: Tensor, start: int, cache: ChunkCache, *, with_router: bool = False
+        self, token_ids: Tensor, positions: Tensor, cache: ChunkCache, *, with_router: bool = False
     ) -> ChunkOutput:
-        """Run `[B, C]` tokens whose first stands at position `start`."""
-        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
+        """Run `[B, C]` tokens that stand at `positions` `[C]`."""
         options = {"output_router_logits": True} if with_router else {}
         try:
             with self.autocast():

@@ -39,8 +39,12 @@ class TokenCotangents:
 
     def columns(self, run: slice) -> "TokenCotangents":
         """Those of a run of tokens."""
-        entropies = None if self.entropies is None else self.entropies[:, run]
-        return TokenCotangents(self.logps[:, run], entropies)
+        return self.map(lambda whole: whole[:, run])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenCotangents":
+        """`function` of each."""
+        entropies = None if self.entropies is None else function(self.entropies)
+        return TokenCotangents(function(self.logps), entropies)
 
 
 LogitsFunction = Callable[[Tensor], Tensor]

@@ -8,13 +8,14 @@ member of a group can see another.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..distributed import Travel
 from .pages import Page
 from .store import PageStore
 
@@ -78,10 +79,11 @@ class LayerHandle:
         history: pages of all earlier tokens, in order.
         row_runs: pages of earlier tokens that only some rows read; decoding only.
         store: where the pages' cotangents are kept.
-        q_start: absolute position of the first query.
+        q_start: absolute position of the first query, of any rank.
         own_start: absolute position of the first own key; before `q_start` when decoding.
         impl: attention implementation, see `EngineConfig.attention`.
         kept: the way to this layer's recompute, if there will be one.
+        travel: how queries meet keys that other ranks own.
     """
 
     history: list[Page]
@@ -91,6 +93,7 @@ class LayerHandle:
     impl: str = "auto"
     row_runs: Sequence[RowRun] = ()
     kept: KeptAttention | None = None
+    travel: Travel = field(default_factory=Travel)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Reader:
         start: position of the first token that is read for, that of the longest row.
         row_runs: per layer, pages that some rows read; empty where all rows read the same.
         is_recomputed: whether layers run again in their backward, from the same cache.
+        travel: how queries meet keys that other ranks own.
     """
 
     histories: list[list[Page]]
@@ -110,6 +114,7 @@ class Reader:
     impl: str = "auto"
     row_runs: Sequence[Sequence[RowRun]] = ()
     is_recomputed: bool = False
+    travel: Travel = field(default_factory=Travel)
 
 
 class _ReaderLayer(CacheLayerMixin):
@@ -137,6 +142,7 @@ class _ReaderLayer(CacheLayerMixin):
             impl=reader.impl,
             row_runs=self.row_runs,
             kept=self.kept,
+            travel=reader.travel,
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

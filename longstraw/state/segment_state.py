@@ -3,7 +3,7 @@
 Knows layers, chunks and the history a segment continues; knows nothing of models or losses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,7 @@ class SegmentState:
         self.router_cotangent: Tensor | None = None
         self._store = store
         self._is_used_up = False
+        self._has_been_read = False
         # layer -> chunk index -> pages
         self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
 
@@ -83,11 +84,27 @@ class SegmentState:
         for page in self._all_pages():
             page.needs_cotangent = True
 
-    def append(self, chunk: Chunk, layer: int, key: Tensor, value: Tensor) -> None:
-        """Copy one layer's keys and values of `chunk` into pages."""
+    def append(
+        self,
+        chunk: Chunk,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        runs: Sequence[tuple[slice, int]],
+    ) -> None:
+        """Copy one layer's keys and values of `chunk` into pages.
+
+        Args:
+            key, value: `[B, K, T, D]`.
+            runs: which of the T tokens are kept here, and where each run of them stands in the
+                chunk; see `Travel.own_runs`.
+        """
         start = self.segment.start + chunk.start
-        pages = self._store.write(key, value, start, self.needs_cotangent)
-        self._pages[layer][chunk.index] = pages
+        pages = self._pages[layer].setdefault(chunk.index, [])
+        for columns, place in runs:
+            pages += self._store.write(
+                key[..., columns, :], value[..., columns, :], start + place, self.needs_cotangent
+            )
 
     def pages(self, layer: int, chunk: Chunk) -> list[Page]:
         """The pages of one chunk; none for a last chunk that was left out of the capture."""
@@ -126,6 +143,7 @@ class SegmentState:
     def free(self) -> None:
         """Drop all pages of this segment; its parent's stay."""
         self._is_used_up = True
+        self._has_been_read = False
         self.router_cotangent = None
         for layer in self._pages:
             for pages in layer.values():
@@ -137,11 +155,18 @@ class SegmentState:
         """Bytes of this segment's pages and cotangents."""
         return sum(page.nbytes for page in self._all_pages())
 
+    def note_reader(self) -> None:
+        """Say that the backward of something that continues this segment has run."""
+        self._has_been_read = self.needs_cotangent
+
     @property
     def has_cotangent(self) -> bool:
-        """Whether any reader has left a cotangent, so that a backward has something to do."""
-        on_pages = any(page.key_cotangent is not None for page in self._all_pages())
-        return on_pages or self.router_cotangent is not None
+        """Whether any reader has left a cotangent, so that a backward has something to do.
+
+        Not asked of the pages: of one prompt some ranks may hold pages that a window hides from
+        every reader, and all have to run its backward.
+        """
+        return self._has_been_read or self.router_cotangent is not None
 
     def _all_pages(self) -> Iterator[Page]:
         for layer in self._pages:

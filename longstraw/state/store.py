@@ -5,11 +5,13 @@ Knows devices, budgets and bytes; knows nothing of layers or segments.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..config import EngineConfig
+from ..distributed import SequenceGroup
 from ..errors import ConfigError, MemoryPlanError
 from .free_memory import RESERVED_PART, FreeDisk, FreeMemory, ranks_on_node
 from .lanes import lanes_between
@@ -35,6 +37,7 @@ class PageStore:
         spill_dir: folder for the files of pages that exceed it; None refuses such pages.
         spill_budget_bytes: most bytes in files; None sets no limit beside what the disk has free.
         cotangent_dtype: see `EngineConfig`.
+        group: ranks that hold parts of the same states; what does not fit on one fits on none.
 
     Attributes:
         bytes_in_use, peak_bytes: pages and cotangents held now, and the most so far.
@@ -54,6 +57,7 @@ class PageStore:
         spill_dir: str | os.PathLike[str] | None = None,
         spill_budget_bytes: int | None = None,
         cotangent_dtype: str = "float32",
+        group: SequenceGroup | None = None,
     ) -> None:
         self.device = device
         self.page_size = page_size
@@ -63,6 +67,7 @@ class PageStore:
         self.bytes_in_use = 0
         self.peak_bytes = self.peak_memory_bytes = self.peak_disk_bytes = 0
         self.num_pages = 0
+        self._group = group or SequenceGroup()
         self._memory = FreeMemory(device)
         self._buffers = HostBuffers()
         self._stagings: dict[torch.device, Staging | None] = {}
@@ -72,7 +77,9 @@ class PageStore:
             self._disk = FreeDisk(self._spill.files.folder)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, model_device: torch.device) -> "PageStore":
+    def from_config(
+        cls, config: EngineConfig, model_device: torch.device, group: SequenceGroup | None = None
+    ) -> "PageStore":
         """The store that a config asks for, beside a model on `model_device`."""
         return cls(
             torch.device("cpu") if config.page_device == "host" else model_device,
@@ -81,6 +88,7 @@ class PageStore:
             spill_dir=config.spill_dir,
             spill_budget_bytes=config.spill_budget_bytes,
             cotangent_dtype=config.cotangent_dtype,
+            group=group,
         )
 
     def describe(self) -> str:
@@ -215,19 +223,25 @@ class PageStore:
         """What readers left on consecutive pages, as tensors like `key` and `value`.
 
         Args:
-            key, value: `[B, K, T, D]`, the tokens of the pages; shape, device and dtype count.
+            pages: of tokens that are neighbours in `key` and `value`, from the first on.
+            key, value: `[B, K, T, D]`; shape, device and dtype count. Tokens behind those of the
+                pages get zeros.
         """
         staging = self._staging(key.device)
         left = [page for page in pages if page.key_cotangent is not None]
         self._begin_visit(left, with_state=False, with_cotangents=True)
-        make = torch.empty_like if len(left) == len(pages) else torch.zeros_like
+        is_full = sum(page.num_tokens for page in left) == key.shape[-2]
+        make = torch.empty_like if is_full else torch.zeros_like
+        ends = list(accumulate(page.num_tokens for page in pages))
+        columns = {
+            id(p): slice(end - p.num_tokens, end) for p, end in zip(pages, ends, strict=True)
+        }
         joined = [
             make(like.detach(), memory_format=torch.contiguous_format) for like in (key, value)
         ]
 
         def targets(page: Page) -> tuple[Tensor, Tensor]:
-            first = page.start - pages[0].start
-            run = slice(first, first + page.num_tokens)
+            run = columns[id(page)]
             return joined[0][..., run, :], joined[1][..., run, :]
 
         if staging is None:
@@ -313,26 +327,36 @@ class PageStore:
     # ---------------------------------------------------------------- bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more stay within the budgets and within the room there is."""
-        return self._shortage(num_bytes) is None
+        """Whether `num_bytes` more stay within the budgets and within the room there is.
+
+        Collective over the group: the answer is the same on all of its ranks.
+        """
+        return num_bytes <= 0 or not self._group.any([self._shortage(num_bytes) is not None])[0]
 
     def require(self, num_bytes: int, what: str) -> None:
         """Raise `MemoryPlanError` now if `num_bytes` more would not fit.
 
-        For a whole state at a time and not per page: it asks the system.
+        For a whole state at a time and not per page: it asks the system. Collective over the group:
+        all of its ranks raise, or none.
         """
+        if num_bytes <= 0:
+            return
         shortage = self._shortage(num_bytes)
-        if shortage is not None:
+        if self._group.any([shortage is not None])[0]:
+            rank, shortage = next(
+                (rank, found)
+                for rank, found in enumerate(self._group.gather_objects(shortage))
+                if found is not None
+            )
+            where = "" if self._group.is_alone else f"on rank {rank} of the sequence group "
             raise MemoryPlanError(
                 f"{what} takes {num_bytes:,} bytes beside the {self.bytes_in_use:,} in use; "
-                f"{shortage}, shorten the prompt, run fewer prompts per update, or use "
+                f"{where}{shortage}, shorten the prompt, run fewer prompts per update, or use "
                 "prompt_gradient='stopped', which keeps no cotangents."
             )
 
     def _shortage(self, num_bytes: int) -> str | None:
         """What `num_bytes` more would exceed, and what else would help there; None if they fit."""
-        if num_bytes <= 0:
-            return None
         if self._spill is not None:
             return self._shortage_of_all(self._spill, num_bytes)
         if self.budget_bytes is not None and self.bytes_in_use + num_bytes > self.budget_bytes:

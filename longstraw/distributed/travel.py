@@ -1,0 +1,162 @@
+"""Queries travel, state stays: how the parts of a chunk and the whole of it become one another.
+
+    forward     gather queries; every rank attends with all of them to the keys it owns;
+                send each rank what was found for its rows; merge by log-sum-exp
+    backward    gather queries, outputs and their gradients; every rank differentiates the keys it
+                owns, which leaves dK and dV where the keys are; sum dQ at home
+
+What a rank receives for a chunk of C tokens in one layer, B rows, H heads of D (values Dv), an item
+of e bytes and sums of 4 (8 for fp64), with w = ceil(C / sp) tokens to a rank:
+
+    forward     (sp - 1) B H w (D e + 4 (Dv + 1))
+    backward    (sp - 1) B H w ((D + 2 Dv) e + 4 + 4 D)
+
+It does not depend on the history: moving keys and values instead would cost 2 K D e for each of its
+tokens, and their gradients again in the backward. Heads need not be divisible by anything.
+
+Knows tokens and their owners; knows nothing of attention, pages or models.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .axes import SequenceGroup
+from .ownership import Ownership
+
+
+class Travel:
+    """The queries of one attention call and where they meet keys. Here they stay where they are.
+
+    Attributes:
+        is_local: whether no other rank has a part in it.
+    """
+
+    is_local = True
+
+    def gather(self, part: Tensor, dim: int = -2) -> Tensor:
+        """This rank's tokens along `dim` -> all that attend together, in order, on every rank."""
+        return part
+
+    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+        """What every rank found for all tokens -> `[sp, ...]`, what it found for those here."""
+        return whole.unsqueeze(0)
+
+    def sum_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+        """The sum over ranks of what each has for all tokens, for those here."""
+        return whole
+
+    def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
+        """Which of the own keys this rank attends to: columns, and where their first one stands.
+
+        Columns are consecutive tokens, and places count from the first own token of any rank.
+        """
+        return [(slice(0, num_keys), 0)]
+
+
+class ChunkTravel(Travel):
+    """For a chunk that is divided over the ranks of a group.
+
+    Each rank's part is padded to the same width; pads come last, belong to nobody and are dropped
+    when parts are put together.
+
+    Args:
+        group: the ranks.
+        ownership: who has which columns.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: SequenceGroup, ownership: Ownership, device: torch.device) -> None:
+        self.group = group
+        self.ownership = ownership
+        self._device = device
+        self.runs = ownership.runs[group.rank]
+        self.num_owned = sum(len(run) for run in self.runs)
+        self.is_local = group.is_alone
+
+    # ---------------------------------------------------------------- the whole -> this rank's part
+
+    def take(self, whole: Tensor, fill: float) -> Tensor:
+        """`[B, C]` -> `[B, w]`: this rank's columns, behind them `fill` as far as others have."""
+        if self.group.is_alone:
+            return whole
+        part = whole.new_full((whole.shape[0], self.ownership.width), fill)
+        part[:, : self.num_owned] = whole[:, self._columns]
+        return part
+
+    def positions(self, start: int) -> Tensor:
+        """`[w]`, where this rank's tokens stand when the chunk begins at `start`.
+
+        Pads stand at the chunk's last token: a model may have no position after it.
+        """
+        last = self.ownership.num_tokens - 1
+        part = torch.full((self.ownership.width,), last, device=self._device)
+        part[: self.num_owned] = self._columns
+        return part + start
+
+    # ---------------------------------------------------------------- attention
+
+    def gather(self, part: Tensor, dim: int = -2) -> Tensor:
+        if self.group.is_alone:
+            return part
+        dim %= part.dim()
+        whole = self.group.gather(part).movedim(0, dim).flatten(dim, dim + 1)
+        return whole.index_select(dim, self._places)
+
+    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+        if self.group.is_alone:
+            return whole.unsqueeze(0)
+        return self.group.exchange(self._by_owner(whole, dim))
+
+    def sum_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+        if self.group.is_alone:
+            return whole
+        return self.group.sum_home(self._by_owner(whole, dim))
+
+    def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
+        runs, first = [], 0
+        for run in self.runs:
+            runs.append((slice(first, first + len(run)), run.start))
+            first += len(run)
+        return runs
+
+    def _by_owner(self, whole: Tensor, dim: int) -> Tensor:
+        """`[.., C, ..]` -> `[sp, .., w, ..]`, zeros at pads: they must not reach a gradient."""
+        dim %= whole.dim()
+        shape = list(whole.shape)
+        shape[dim] = self.group.size * self.ownership.width
+        padded = whole.new_zeros(shape).index_copy_(dim, self._places, whole)
+        return padded.unflatten(dim, (self.group.size, self.ownership.width)).movedim(dim, 0)
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        return torch.tensor(
+            self.ownership.columns(self.group.rank), dtype=torch.long, device=self._device
+        )
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """`[C]`, where each column stands among the padded parts of all ranks."""
+        places = [0] * self.ownership.num_tokens
+        for rank in range(self.group.size):
+            for place, column in enumerate(self.ownership.columns(rank)):
+                places[column] = rank * self.ownership.width + place
+        return torch.tensor(places, device=self._device)
+
+
+class DecodeTravel(Travel):
+    """For decoding, where every rank of a group runs the same few tokens.
+
+    Pages are each rank's own. The tokens decoded so far are on all of them, and count on the first.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.is_local = group.is_alone
+
+    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+        return self.group.gather(whole)
+
+    def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
+        return super().own_runs(num_keys) if self.group.is_leader else []

@@ -1,0 +1,182 @@
+"""Updates that are run by ranks that share a prompt, by name: `LAUNCHES[launch][case]`.
+
+Both the test and the ranks look them up here. Cases of one launch are run one after another in the
+same processes, as most of a launch's time goes into imports.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from longstraw import PromptGroup
+from tests.engine.compare import random_groups
+from tests.models import FAMILIES, VOCAB, Float64Islands, tiny_model
+
+Shapes = Sequence[tuple[int, Sequence[int]]]
+"""Prompt length and response lengths of each group."""
+
+# Ragged members, among them responses of one to three tokens; a prompt that is a multiple of no
+# chunk size below; two prompts of different length in one update.
+RAGGED: Shapes = ((53, (9, 14, 1, 3, 2)), (24, (5, 17)))
+# Prompts and responses with fewer tokens than ranks, and an empty state.
+SHORT: Shapes = ((1, (1, 2)), (2, (3, 1)), (3, (1, 1)), (4, (2, 5)))
+LONG_RESPONSES: Shapes = ((31, (41, 7, 29)),)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update in fp64.
+
+    Attributes:
+        family: of the model, in `tests.models`.
+        shapes: of the groups; each sequence group of ranks gets its own.
+        turns: members share their first turns; see `turn_groups`.
+        config: changes of `EngineConfig`.
+        lora: train adapters only.
+        checkpointing: recompute layers in the backward.
+        num_calls: `accumulate` calls that the groups come in, a part of the members each.
+    """
+
+    family: str = "llama"
+    shapes: Shapes = RAGGED
+    turns: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    checkpointing: bool = False
+    num_calls: int = 1
+
+    @property
+    def prompt_gradient(self) -> str:
+        return str(self.config.get("prompt_gradient", "exact"))
+
+    @property
+    def with_router(self) -> bool:
+        return bool(self.config.get("router_statistics", False))
+
+    def but(self, **config: Any) -> "Case":
+        """The same with other engine options."""
+        return replace(self, config={**self.config, **config})
+
+    def truth(self) -> "Case":
+        """The same as far as the definition is concerned."""
+        kept = {key: self.config[key] for key in _DEFINING if key in self.config}
+        return replace(self, config=kept, checkpointing=False, num_calls=1)
+
+    def groups(self, dp_rank: int) -> list[PromptGroup]:
+        """The groups of one sequence group of ranks."""
+        if self.turns:
+            return turn_groups(seed=1 + dp_rank)
+        return random_groups(self.shapes, seed=1 + dp_rank)
+
+    def model(self) -> nn.Module:
+        """The model, the same on every rank."""
+        model: nn.Module = tiny_model(self.family).double()
+        if self.checkpointing:
+            islands = (Float64Islands(), Float64Islands())
+            options = {"use_reentrant": False, "context_fn": lambda: islands}
+            model.activation_checkpointing_enable(options)  # type: ignore[operator]
+            model.train()
+        if not self.lora:
+            return model
+        torch.manual_seed(3)
+        adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return get_peft_model(model, adapters).double()  # type: ignore[arg-type]
+
+
+_DEFINING = ("prompt_gradient", "router_statistics")
+
+
+def turn_groups(seed: int) -> list[PromptGroup]:
+    """Four members that have two turns in common, part, and end with a different one each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(2, VOCAB, (length,), generator=generator)
+
+    first, second = ids(13), [ids(21), ids(6)]
+    members = [torch.cat([first, second[i % 2], ids(3 + 4 * i)]) for i in range(4)]
+    return [PromptGroup(ids(27), members)]
+
+
+BASE = {"chunk_size": 16, "page_size": 3, "temperature": 0.7}
+STOPPED = {"prompt_gradient": "stopped"}
+ZIGZAG = {"sp_layout": "zigzag"}
+
+
+def _options() -> dict[str, Case]:
+    """What works together with shared prompts."""
+    llama = Case()
+    moe = Case("qwen3_moe", config={"router_statistics": True})
+    cases = {f"chunks of {n}": llama.but(chunk_size=n) for n in (1, 2, 3, 7, 500)}
+    cases |= {f"zigzag, chunks of {n}": llama.but(chunk_size=n, **ZIGZAG) for n in (2, 7, 500)}
+    return cases | {
+        "fewer tokens than ranks": Case(shapes=SHORT),
+        "fewer tokens than ranks, zigzag": Case(shapes=SHORT).but(**ZIGZAG),
+        "fewer tokens than ranks, gemma3": Case("gemma3", SHORT),
+        "host pages": llama.but(page_device="host"),
+        "one response at a time": llama.but(replay_batch=1),
+        "all responses together": llama.but(replay_batch=8),
+        "responses of several chunks": Case(shapes=LONG_RESPONSES),
+        "responses of several chunks, stopped": Case(shapes=LONG_RESPONSES).but(**STOPPED),
+        "responses of several chunks together": Case(shapes=LONG_RESPONSES).but(replay_batch=3),
+        "shared turns": Case(turns=True).but(min_shared_tokens=4),
+        "shared turns, zigzag": Case(turns=True).but(min_shared_tokens=4, **ZIGZAG),
+        "checkpointing": replace(llama, checkpointing=True),
+        "checkpointing, gemma3": replace(Case("gemma3"), checkpointing=True),
+        "checkpointing, stopped, host pages": replace(
+            llama.but(page_device="host", **STOPPED), checkpointing=True
+        ),
+        "LoRA": replace(llama, lora=True),
+        "LoRA, stopped": replace(llama.but(**STOPPED), lora=True),
+        "LoRA, checkpointing, long responses": Case(
+            "gpt_oss", LONG_RESPONSES, lora=True, checkpointing=True
+        ),
+        "load-balancing loss": moe,
+        "load-balancing loss, zigzag": moe.but(**ZIGZAG),
+        "groups in two calls": replace(llama, num_calls=2),
+        "gap measured": llama.but(log_gradient_gap=True, **STOPPED),
+    }
+
+
+_EVERY_FAMILY = {
+    f"{family}, {mode}": Case(family).but(prompt_gradient=mode)
+    for family in FAMILIES
+    for mode in ("exact", "stopped")
+    # The others' stopped gradient differs from llama's in nothing that ranks share.
+    if mode == "exact" or family in ("llama", "gemma2", "gemma3", "gpt_oss", "gpt2", "qwen3_moe")
+}
+_FEW = (
+    "chunks of 7",
+    "zigzag, chunks of 7",
+    "fewer tokens than ranks",
+    "fewer tokens than ranks, zigzag",
+    "responses of several chunks",
+    "shared turns",
+    "checkpointing, gemma3",
+    "LoRA",
+    "load-balancing loss",
+)
+LAUNCHES: dict[str, dict[str, Case]] = {
+    "dp 1, sp 2": {**_EVERY_FAMILY, **_options()},
+    "dp 1, sp 3": {name: _options()[name] for name in _FEW},
+    "dp 1, sp 4": {
+        **{name: _options()[name] for name in _FEW},
+        "gemma2, exact": _EVERY_FAMILY["gemma2, exact"],
+        "gpt_oss, stopped": _EVERY_FAMILY["gpt_oss, stopped"],
+    },
+    "dp 2, sp 1": {"chunks of 7": _options()["chunks of 7"]},
+    "dp 2, sp 2": {
+        name: _options()[name]
+        for name in ("chunks of 7", "LoRA", "load-balancing loss", "responses of several chunks")
+    },
+}
+
+
+def shape_of(launch: str) -> tuple[int, int]:
+    """`(dp, sp)` of a launch."""
+    dp, sp = (int(part.split()[1]) for part in launch.split(", "))
+    return dp, sp
