@@ -202,6 +202,7 @@ class Engine:
         with self.decoder.attached(), self._all_or_nothing():
             self.backend.begin_update(parameters)
             with self.lockstep.together("capture and scoring", has_passes=True):
+                self._check_same(groups)
                 states = self._capture_all(groups, for_backward=True)
                 scores = [self._members.score(s, g) for s, g in zip(states, groups, strict=True)]
             with self.lockstep.together("the loss", has_collectives=True):
@@ -410,6 +411,7 @@ class Engine:
         """Log-probs and entropies of a group's responses, without a graph. Collective."""
         scoring = self.lockstep.together("scoring", has_passes=True)
         with self.watch.naming_the_lost(), self.decoder.attached(), scoring:
+            self._check_same([group])
             (state,) = self._capture_all([group], for_backward=False)
             return self._members.score(state, group)
 
@@ -434,7 +436,9 @@ class Engine:
         with self.ledger.phase("loss", 0), torch.enable_grad():
             loss = loss_of(scores)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        queue = iter([grad * self.axes.sp_size for grad in grads])
+        # The leader's: where an element is zero on one rank only, ranks would part ways.
+        sequence = self.axes.sequence
+        queue = iter([sequence.broadcast_(grad * sequence.size) for grad in grads])
         cotangents = []
         for group in scores:
             logps, entropies = next(queue), next(queue)
@@ -445,6 +449,13 @@ class Engine:
         return loss.detach(), cotangents
 
     # ---------------------------------------------------------------- 4. replay
+
+    def _check_same(self, groups: Sequence[PromptGroup]) -> None:
+        tensors = [ids for g in groups for ids in (g.prompt_ids, *g.completion_ids)]
+        masks = [mask for g in groups for mask in g.loss_masks or ()]
+        endings = torch.tensor([g.is_complete for g in groups])
+        what = "prompts, responses or masks"
+        self.axes.sequence.check_same([*tensors, *masks, endings], what)
 
     def _check_fresh(self, state: SegmentState) -> None:
         version = self.policy_version

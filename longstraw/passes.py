@@ -8,6 +8,7 @@ z_c has already left its part of dL/dz_c on chunk c's pages.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class SegmentPasses:
     ) -> None:
         self.decoder = decoder
         self.group = group
-        self._travels: dict[int, ChunkTravel] = {}  # by number of tokens; few, and made of indices
+        self._travel_of = lru_cache(maxsize=64)(self._make_travel)
         self.store = store
         self.config = config
         self.drive_with(backend, lockstep)
@@ -280,12 +281,11 @@ class SegmentPasses:
 
     def _travel(self, chunk: Chunk) -> ChunkTravel:
         """How the chunk's tokens are divided over the ranks of the group."""
-        travel = self._travels.get(chunk.num_tokens)
-        if travel is None:
-            ownership = Ownership(chunk.num_tokens, self.group.size, self.config.sp_layout)
-            travel = ChunkTravel(self.group, ownership, self.decoder.device)
-            self._travels[chunk.num_tokens] = travel
-        return travel
+        return self._travel_of(chunk.num_tokens)
+
+    def _make_travel(self, num_tokens: int) -> ChunkTravel:
+        ownership = Ownership(num_tokens, self.group.size, self.config.sp_layout)
+        return ChunkTravel(self.group, ownership, self.decoder.device)
 
     def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
         for layer in range(self.decoder.num_layers):

@@ -60,6 +60,7 @@ def generate_rows(
 
     Raises:
         MemoryPlanError: the state of one context would not fit.
+        DataError: ranks that share a prompt were given different contexts.
         ConfigError: an option by which ranks that share a prompt would end at different times.
     """
     if not contexts:
@@ -70,6 +71,7 @@ def generate_rows(
             "(sp_size > 1) must make the same steps. Use max_new_tokens (max_completion_length in "
             "the trainer)."
         )
+    engine.axes.sequence.check_same(contexts, "contexts")
     engine.capture_shared(contexts)
     most_rows = _most_rows(engine, generate_options)
     rows: list[Tensor] = []

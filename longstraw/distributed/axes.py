@@ -7,6 +7,8 @@ once, and so does what is gathered over them.
 Knows process groups and tensors; knows nothing of attention, pages or models.
 """
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 
 
 class SequenceGroup:
@@ -115,6 +117,27 @@ class SequenceGroup:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def check_same(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Raise on every rank if one has other values: they would wait for each other for ever.
+
+        Raises:
+            DataError: with the ranks that differ from the leader.
+        """
+        if self.is_alone:
+            return
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(f"{tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        digests = self.gather_objects(digest.digest())
+        others = [rank for rank, found in enumerate(digests) if found != digests[0]]
+        if others:
+            raise DataError(
+                f"ranks {others} of a sequence group were given other {what} than its first rank. "
+                f"The {self.size} ranks of a group (sp_size) run the same ones: take them from one "
+                "rank, or choose them by the number of the group (engine.axes.dp_rank)."
+            )
+
     def share(self, value: Any) -> Any:
         """The leader's picklable value; what the others give is ignored."""
         if self.is_alone:
@@ -139,7 +162,7 @@ class SequenceGroup:
     @property
     def _device(self) -> torch.device:
         """Where the group's backend takes tensors from."""
-        return dist.distributed_c10d._get_object_coll_device(self._group)  # type: ignore[return-value]
+        return torch.device(dist.distributed_c10d._get_object_coll_device(self._group))
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,8 @@ class RankAxes:
         return self.sequence.size
 
 
-_MADE: dict[tuple[int, int], RankAxes] = {}  # process groups are few, and cannot be made twice
+# By the default group, which may be made anew: groups are few, and each costs connections.
+_MADE: dict[tuple[dist.ProcessGroup, int], RankAxes] = {}
 
 
 def rank_axes(sp_size: int, timeout_seconds: float = 1800.0) -> RankAxes:
@@ -184,7 +208,9 @@ def rank_axes(sp_size: int, timeout_seconds: float = 1800.0) -> RankAxes:
         )
     if sp_size == 1:
         return RankAxes(SequenceGroup(), rank, world_size)
-    key = (id(dist.group.WORLD), sp_size)
+    world = dist.group.WORLD
+    assert world is not None
+    key = (world, sp_size)
     if key not in _MADE:
         _MADE[key] = _make_axes(rank, world_size, sp_size, timedelta(seconds=timeout_seconds))
     return _MADE[key]

@@ -91,6 +91,8 @@ class ChunkTravel(Travel):
         Pads stand at the chunk's last token: a model may have no position after it.
         """
         last = self.ownership.num_tokens - 1
+        if self.group.is_alone:
+            return torch.arange(start, start + last + 1, device=self._device)
         part = torch.full((self.ownership.width,), last, device=self._device)
         part[: self.num_owned] = self._columns
         return part + start
