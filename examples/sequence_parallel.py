@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig
 
+from long_prompt import rewarded, standard_library
 from longstraw import Engine, EngineConfig, PromptGroup
 from longstraw.audit import PeakTensorBytes
-from long_prompt import rewarded, standard_library
 
 SHORT = 8192
 """Tokens of the prompt that says what an update takes beside its state."""
@@ -83,7 +83,8 @@ def main(args: Arguments) -> None:
         f"  state         {found.state_bytes:>15,} bytes, formula {found.formula_bytes:,}",
         f"  peak          {found.peak_bytes:>15,} bytes, predicted {expected:,} "
         f"({found.peak_bytes / expected - 1:+.2%})",
-        f"  received      {found.received_bytes:>15,} bytes",
+        f"  received      {found.received_bytes:>15,} bytes, "
+        f"for the prompt by the formula {received_for_prompt(config, args.prompt_tokens - 1):,}",
         "  seconds       " + ", ".join(f"{k} {v:.1f}" for k, v in found.seconds.items()),
     ]
     every: list[str] = [""] * size
@@ -129,6 +130,21 @@ def update(config: EngineConfig, prompt_tokens: int) -> Update:
         sequence.received_bytes - before,
         engine.ledger.take_seconds(),
     )
+
+
+def received_for_prompt(config: EngineConfig, num_tokens: int) -> int:
+    """What a rank gets from others for the prompt, from the table in `distributed/travel.py`.
+
+    Of the last layer a prompt needs keys and values only, so its queries do not travel.
+    """
+    model = make_model().config
+    heads, dim, layers = model.num_attention_heads, model.head_dim, model.num_hidden_layers - 1
+    forward, backward = dim * 4 + 4 * (dim + 1), 3 * dim * 4 + 4 + 4 * dim
+    passes = 2 * forward + backward if config.prompt_gradient == "exact" else forward
+    starts = range(0, num_tokens, config.chunk_size)
+    chunks = [min(config.chunk_size, num_tokens - start) for start in starts]
+    widths = sum(-(-chunk // config.sp_size) for chunk in chunks)
+    return (config.sp_size - 1) * heads * widths * passes * layers
 
 
 def group_of(prompt_tokens: int) -> PromptGroup:

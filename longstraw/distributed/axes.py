@@ -20,6 +20,11 @@ from torch import Tensor
 from ..errors import ConfigError, DataError
 
 
+# By the names that torch 2.13 has given them; it warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class SequenceGroup:
     """The ranks that share the tokens of one prompt. A group of one communicates nothing.
 
@@ -55,7 +60,7 @@ class SequenceGroup:
             return x.unsqueeze(0)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group)
+        _all_gather(out.view(-1), x.view(-1), group=self._group)
         self.received_bytes += (self.size - 1) * x.nbytes
         return out
 
@@ -75,7 +80,7 @@ class SequenceGroup:
             return parts[0]
         parts = parts.contiguous()
         out = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=self._group)
+        _reduce_scatter(out.view(-1), parts.view(-1), group=self._group)
         self.received_bytes += (self.size - 1) * out.nbytes
         return out
 
@@ -219,7 +224,8 @@ def rank_axes(sp_size: int, timeout_seconds: float = 1800.0) -> RankAxes:
 def _make_axes(rank: int, world_size: int, sp_size: int, timeout: timedelta) -> RankAxes:
     dp_size = world_size // sp_size
     dp_rank, sp_rank = divmod(rank, sp_size)
-    sequence = data = None
+    sequence: Any = None
+    data: Any = None
     for g in range(dp_size):  # every rank takes part in making every group
         made = dist.new_group([g * sp_size + j for j in range(sp_size)], timeout=timeout)
         sequence = made if g == dp_rank else sequence

@@ -6,12 +6,12 @@
                 owns, which leaves dK and dV where the keys are; sum dQ at home
 
 What a rank receives for a chunk of C tokens in one layer, B rows, H heads of D (values Dv), an item
-of e bytes and sums of 4 (8 for fp64), with w = ceil(C / sp) tokens to a rank:
+of e bytes and sums of s = 4 (8 for fp64), with w tokens to a rank (`Ownership.width`, about C / sp):
 
-    forward     (sp - 1) B H w (D e + 4 (Dv + 1))
-    backward    (sp - 1) B H w ((D + 2 Dv) e + 4 + 4 D)
+    forward     (sp - 1) B H w (D e + (Dv + 1) s)
+    backward    (sp - 1) B H w ((D + 2 Dv) e + (D + 1) s)
 
-It does not depend on the history: moving keys and values instead would cost 2 K D e for each of its
+and beside the layers (sp - 1) B w 2 s for the log-probs and entropies of a chunk with a loss. It does not depend on the history: moving keys and values instead would cost 2 K D e for each of its
 tokens, and their gradients again in the backward. Heads need not be divisible by anything.
 
 Knows tokens and their owners; knows nothing of attention, pages or models.
