@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError
 
-
 # By the names that torch 2.13 has given them; it warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
