@@ -5,15 +5,16 @@
     backward    gather queries, outputs and their gradients; every rank differentiates the keys it
                 owns, which leaves dK and dV where the keys are; sum dQ at home
 
-What a rank receives for a chunk of C tokens in one layer, with B rows, H heads of D (values Dv), an
-item of e bytes, sums of s = 4 (8 for fp64), and w tokens to a rank (`Ownership.width`, about C / sp):
+What a rank receives for a chunk of C tokens in one layer, with B rows, H heads of D (values Dv),
+an item of e bytes, sums of s = 4 (8 for fp64), and w tokens to a rank (`Ownership.width`, about
+C / sp):
 
     forward     (sp - 1) B H w (D e + (Dv + 1) s)
     backward    (sp - 1) B H w ((D + 2 Dv) e + (D + 1) s)
 
-Beside the layers, the scores of a chunk with a loss take (sp - 1) B w 2 s. It does not depend on the
-history: moving keys and values instead would cost 2 K D e for each of its tokens, and their gradients
-again in the backward. Heads need not be divisible by anything.
+Beside the layers, the scores of a chunk with a loss take (sp - 1) B w 2 s. It does not depend on
+the history: moving keys and values instead would cost 2 K D e for each of its tokens, and their
+gradients again in the backward. Heads need not be divisible by anything.
 
 Knows tokens and their owners; knows nothing of attention, pages or models.
 """
