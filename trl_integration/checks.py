@@ -39,7 +39,7 @@ def check_config(args: "LongStrawGRPOConfig") -> None:
             "(for example per_device_train_batch_size=1 with gradient_accumulation_steps="
             f"{args.num_generations})."
         )
-    for is_found, reason in _refusals(args):
+    for is_found, reason in [*_refusals(args), *_refusals_to_groups(args)]:
         if is_found:
             raise ConfigError(reason)
 
@@ -89,6 +89,31 @@ def _refusals(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
             any(name in optim for name in _UPDATING_IN_BACKWARD),
             f"optim={optim!r} updates weights during backward, and an update replays several "
             "backwards on the same weights. Use another optimizer, for example 'adamw_torch'.",
+        ),
+    ]
+
+
+def _refusals_to_groups(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
+    """Of options with which ranks that share prompts would not hold the same rows."""
+    is_shared = args.longstraw_sp_size > 1
+    found = f"with longstraw_sp_size={args.longstraw_sp_size}"
+    config: Any = args.accelerator_config
+    return [
+        (
+            is_shared and args.use_vllm,
+            f"use_vllm=True {found}: vLLM would generate for each rank by itself. Leave it out: "
+            "responses are decoded from captured prompts by all ranks of a group. A rollout_func "
+            "that asks a vLLM server runs once per group.",
+        ),
+        (
+            is_shared and bool(config.dispatch_batches),
+            f"accelerator_config has dispatch_batches=True {found}: it would deal rows out to "
+            "ranks, not to groups of them. Leave it out.",
+        ),
+        (
+            is_shared and args.eval_use_gather_object,
+            f"eval_use_gather_object=True {found}: objects are gathered from each rank, and losses "
+            "would count several times. Leave it out: losses are tensors.",
         ),
     ]
 

@@ -1,6 +1,8 @@
 """`LongStrawGRPOConfig`: TRL's `GRPOConfig` and the engine's options under `longstraw_`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +16,12 @@ from longstraw import (
     connect_cpu_ranks,
     launched_ranks,
     prepare_deepspeed,
+    rank_axes,
 )
 
 from .checks import check_config
-from .deepspeed_checks import check_deepspeed_config, fill_deepspeed_config
+from .deepspeed_checks import check_deepspeed_config, count_every_rank, fill_deepspeed_config
+from .parallelism import take_parallelism_config
 
 # What torchrun, accelerate and DeepSpeed's launcher set, and MPI's.
 _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
@@ -128,6 +132,22 @@ class LongStrawGRPOConfig(GRPOConfig):
             "choices": ["auto", "local", "partitioned"],
         },
     )
+    longstraw_sp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Ranks that share the tokens of each prompt and each response (sequence "
+            "parallel). The number of processes is a multiple of it; batch sizes are per group of "
+            "so many ranks. accelerate's parallelism_config with sp_size says the same."
+        },
+    )
+    longstraw_sp_layout: str = field(
+        default="block_cyclic",
+        metadata={
+            "help": "Which tokens of a chunk a rank has: 'block_cyclic' (one run), or 'zigzag' (an "
+            "early and a late run, which evens out the work inside a chunk).",
+            "choices": ["block_cyclic", "zigzag"],
+        },
+    )
     longstraw_allow_extrapolation: bool = field(
         default=False,
         metadata={"help": "Run positions beyond the model's max_position_embeddings."},
@@ -150,11 +170,16 @@ class LongStrawGRPOConfig(GRPOConfig):
         default=True, metadata={"help": "Show progress within passes over many tokens."}
     )
 
+    _counts_groups = False
+
     def __post_init__(self) -> None:
+        take_parallelism_config(self)
         self._connect()
-        super().__post_init__()
+        with self.counting_groups():  # TRL derives what one generation has
+            super().__post_init__()
         check_ranks(self.world_size)
         if self.deepspeed_plugin is not None:
+            count_every_rank(getattr(self, "hf_deepspeed_config", None), self)
             config = self.deepspeed_plugin.hf_ds_config.config
             check_deepspeed_config(config, self)
             fill_deepspeed_config(config, self)
@@ -178,6 +203,23 @@ class LongStrawGRPOConfig(GRPOConfig):
             # Said by name: under DeepSpeed accelerate counts CPU processes only if told of them.
             self.use_cpu = self.use_cpu or self.uses_deepspeed or launched_ranks() > 1
             connect_cpu_ranks(self.ddp_timeout)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; inside `counting_groups` of those that hold different rows."""
+        num_ranks = super().world_size  # first: ranks are connected by then, and else it raises
+        if not self._counts_groups or self.longstraw_sp_size == 1:
+            return num_ranks
+        return rank_axes(self.longstraw_sp_size, self.ddp_timeout).dp_size
+
+    @contextmanager
+    def counting_groups(self) -> Iterator[None]:
+        """Let `world_size` count the ranks that share prompts as one process."""
+        self._counts_groups = True
+        try:
+            yield
+        finally:
+            self._counts_groups = False
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -224,6 +266,8 @@ class LongStrawGRPOConfig(GRPOConfig):
             fp32_head=self.cast_lm_head_to_fp32,
             log_gradient_gap=self.longstraw_log_gradient_gap,
             router_statistics=router_statistics,
+            sp_size=self.longstraw_sp_size,
+            sp_layout=self.longstraw_sp_layout,  # type: ignore[arg-type]
             allow_extrapolation=self.longstraw_allow_extrapolation,
             progress=self.longstraw_progress and not self.disable_tqdm and self.process_index == 0,
         )

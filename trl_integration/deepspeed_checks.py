@@ -114,7 +114,12 @@ REFUSED = (
         "compile.deepcompile", _is_set, f"{_BELOW}, each chunk on another history", "Remove it."
     ),
     Refused("tensor_parallel.autotp_size", _is_several, _SPLITS_TOKENS, "Remove the section."),
-    Refused("sequence_parallel_size", _is_several, _SPLITS_TOKENS, "Remove the key."),
+    Refused(
+        "sequence_parallel_size",
+        _is_several,
+        "ranks that share prompts are data-parallel to DeepSpeed",
+        "Remove the key, and give the trainer longstraw_sp_size instead.",
+    ),
     Refused("pipeline", _is_set, _SPLITS_TOKENS, "Remove the section."),
     Refused("expert_parallel", _is_enabled, _SPLITS_TOKENS, "Remove the section."),
     Refused("curriculum_learning", _is_set, _CHANGES_INPUTS, "Remove the section."),
@@ -220,6 +225,30 @@ def fill_deepspeed_config(config: dict[str, Any], args: "LongStrawGRPOConfig") -
     )
     if stage in (2, 3) and is_bf16:
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def count_every_rank(hf_config: Any, args: "LongStrawGRPOConfig") -> None:
+    """Let `train_batch_size` count all ranks, as DeepSpeed does, where it counts sequence groups.
+
+    Args:
+        hf_config: of transformers, which has filled it in; None where that is still to come.
+    """
+    if hf_config is None or args.longstraw_sp_size == 1:
+        return
+    key = "train_batch_size"
+    config = hf_config.config
+    expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    is_own = [text.startswith(f"- ds {key}=") for text in hf_config.mismatches]
+    if any(is_own) and config[key] != expected:
+        raise ConfigError(
+            f"{_found(key, config[key])}, and {args.world_size} processes make {expected}. Write "
+            f'"{key}": "auto": the trainer fills it in.'
+        )
+    if key in config:
+        config[key] = expected
+    hf_config.mismatches = [
+        text for text, own in zip(hf_config.mismatches, is_own, strict=True) if not own
+    ]
 
 
 def _check_names(config: Config) -> None:

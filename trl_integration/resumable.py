@@ -29,12 +29,12 @@ from .checkpoints import (
     find_checkpoint,
     keeping_errors_of,
 )
-from .prompt_data import PromptDataGRPOTrainer
+from .sequence_parallel import SequenceParallelGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class ResumableGRPOTrainer(PromptDataGRPOTrainer):
+class ResumableGRPOTrainer(SequenceParallelGRPOTrainer):
     """`trl.GRPOTrainer` whose checkpoints hold all that the next step depends on.
 
     * A checkpoint gets its final name when every rank has written its part. Callbacks (`on_save`),

@@ -25,6 +25,7 @@ _GEOMETRY = (
     "steps_per_generation",
     "num_iterations",
     "num_generations",
+    "longstraw_sp_size",
 )
 
 
@@ -62,9 +63,10 @@ def collect(trainer: GRPOTrainer, micro_steps: int) -> dict[str, Any]:
 def check_geometry(saved: dict[str, Any], trainer: GRPOTrainer, path: str) -> None:
     """Raise `ConfigError` if a run cuts its rows otherwise than the one that wrote `saved`."""
     here = _geometry(trainer)
-    changed = [name for name, value in saved["geometry"].items() if value != here[name]]
+    there = {"longstraw_sp_size": 1, **saved["geometry"]}  # 1 before it was written down
+    changed = [name for name, value in there.items() if value != here[name]]
     if changed:
-        then = ", ".join(f"{name}={saved['geometry'][name]}" for name in changed)
+        then = ", ".join(f"{name}={there[name]}" for name in changed)
         now = ", ".join(f"{name}={here[name]}" for name in changed)
         raise ConfigError(
             f"{path} was written with {then}, and this run has {now}: its completions, its "

@@ -37,6 +37,7 @@ _METHODS = {
     ),
     "_prepare_inputs": ("generation_batch",),
     "_generate_and_score_completions": ("inputs",),
+    "_generate": ("prompts",),
     "_tokenize_prompts": ("prompts",),
     "_get_dataloader": ("dataset",),
     "_set_signature_columns_if_needed": (),
@@ -54,11 +55,32 @@ _METHODS = {
     "_run_epoch": (),
     "_get_train_sampler": ("dataset",),
     "_load_rng_state": ("checkpoint",),
+    "create_accelerator_and_postprocess": (),
+    "get_total_train_batch_size": ("args",),
+    "evaluate": (),
 }
 # module function -> why it is needed
-_FUNCTIONS = ("shuffle_sequence_dict", "unwrap_model_for_generation", "logger")
+_FUNCTIONS = (
+    "shuffle_sequence_dict",
+    "unwrap_model_for_generation",
+    "logger",
+    "gather",
+    "gather_object",
+)
 # What may be done with the prompts when their rewards are known, since they are shortened then.
 _SCORING, _DONE_WITH_SHORTENED = "_generate_and_score_completions", {"len", "gather_object"}
+# What a rollout returns is sent to other ranks field by field.
+_ROLLOUT = "_generate"
+_ROLLOUT_RETURNS = (
+    "prompt_ids",
+    "completion_ids",
+    "tool_mask",
+    "completions",
+    "logprobs",
+    "extra_fields",
+    "images",
+    "tool_images",
+)
 # The loss must take its log-probs from the method that the trainer overrides.
 _CALLED_BY_LOSS = "_get_per_token_logps_and_entropies"
 
@@ -66,6 +88,7 @@ _CALLED_BY_LOSS = "_get_per_token_logps_and_entropies"
 def check_seams() -> None:
     """Raise `ConfigError` if the installed TRL is not shaped as the trainer needs."""
     problems = [*_missing_methods(), *_missing_functions(), *_uses_of_shortened_prompts()]
+    problems += _other_rollout_results()
     loss = getattr(GRPOTrainer, "_compute_loss", None)
     if loss is not None and _CALLED_BY_LOSS not in inspect.getsource(loss):
         problems.append(f"_compute_loss does not call {_CALLED_BY_LOSS}")
@@ -99,7 +122,7 @@ def _uses_of_shortened_prompts() -> Iterator[str]:
     scoring = getattr(GRPOTrainer, _SCORING, None)
     if scoring is None:
         return
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(scoring))))
+    tree = _parsed(scoring)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     rewarded = [
         call.end_lineno or 0
@@ -117,6 +140,21 @@ def _uses_of_shortened_prompts() -> Iterator[str]:
             if not rewarded or node.lineno > max(rewarded):
                 yield f"{_SCORING} uses prompts after _calculate_rewards"
                 return
+
+
+def _other_rollout_results() -> Iterator[str]:
+    rollout = getattr(GRPOTrainer, _ROLLOUT, None)
+    if rollout is None:
+        return
+    returns = [node.value for node in ast.walk(_parsed(rollout)) if isinstance(node, ast.Return)]
+    for value in returns:
+        names = tuple(getattr(item, "id", "") for item in getattr(value, "elts", []))
+        if names != _ROLLOUT_RETURNS:
+            yield f"{_ROLLOUT} returns {names}, not {_ROLLOUT_RETURNS}"
+
+
+def _parsed(method: Callable[..., Any]) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
 
 
 @contextmanager
@@ -139,18 +177,46 @@ def brief_warnings(shorten: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """Inside the context names of a module mean something else."""
+    originals = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
+@contextmanager
+def gathering_over_groups(accelerator: Any) -> Iterator[None]:
+    """Let TRL's own calls of `gather` count a sequence group as one process inside the context.
+
+    Args:
+        accelerator: a `GroupAccelerator`; any other gathers as these functions do.
+    """
+    if not hasattr(accelerator, "gather_object"):
+        yield
+        return
+    functions = {"gather": accelerator.gather, "gather_object": accelerator.gather_object}
+    with replaced(grpo_trainer, **functions):
+        yield
+
+
+@contextmanager
 def whole_groups(group_size: int) -> Iterator[None]:
     """Let TRL shuffle groups instead of rows inside the context.
 
     TRL shuffles the rows of a generation batch before it cuts the batch into micro-batches, which
     would scatter a group's members over micro-batches and capture its prompt in each of them.
     """
-    original = grpo_trainer.shuffle_sequence_dict
-    grpo_trainer.shuffle_sequence_dict = lambda batch: shuffle_groups(batch, group_size)
-    try:
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        return shuffle_groups(batch, group_size)
+
+    with replaced(grpo_trainer, shuffle_sequence_dict=shuffle):
         yield
-    finally:
-        grpo_trainer.shuffle_sequence_dict = original
 
 
 def shuffle_groups(batch: dict[str, Any], group_size: int) -> dict[str, Any]:

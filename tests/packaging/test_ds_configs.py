@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
@@ -49,7 +50,9 @@ def test_accelerate_reads_it(file: Path) -> None:
     if config.distributed_type == DistributedType.DEEPSPEED:
         # Relative to where the launcher is started, which is the repository.
         named = ROOT / config.deepspeed_config["deepspeed_config_file"]
-        assert named in JSONS and named.stem == file.stem
+        assert named in JSONS and named.stem == file.stem.removeprefix("sequence_parallel_")
+    if file.stem.startswith("sequence_parallel"):
+        assert config.parallelism_config == {"parallelism_config_sp_size": config.num_processes}
 
 
 @pytest.mark.parametrize("file", JSONS, ids=relative)
@@ -67,7 +70,8 @@ def test_the_trainer_takes_it_without_a_word(file: Path) -> None:
 
 
 def test_each_json_is_launched_by_a_yaml_of_its_name() -> None:
-    launched = {file.stem for file in YAMLS} - {"single_process", "data_parallel"}
+    without = {"single_process", "data_parallel", "sequence_parallel", "sequence_parallel_zero3"}
+    launched = {file.stem for file in YAMLS} - without
     assert launched == {file.stem for file in JSONS}
 
 
@@ -81,27 +85,21 @@ def test_the_readmes_name_every_file_and_no_other() -> None:
         assert (ROOT / path).is_file(), path
 
 
-def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
-    """The configuration for GPUs, on CPU: one group of two, one step per update, no compiler.
-
-    An update is two micro-batches. DeepSpeed names its checkpoint after the steps that it made, and
-    every rank of its group writes one partition of the optimizer. A C++ extension, if one were
-    built, would take a minute and would be left in TORCH_EXTENSIONS_DIR.
-    """
-    save_model("llama", tmp_path / "model", **TWO_LAYERS)
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    prompts_dataset().save_to_disk(tmp_path / "data")
-    (tmp_path / "launched_rewards.py").write_text(
+def launch(folder: Path, configuration: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Two steps of `examples/train_grpo.py` as a user starts them, on two processes of the CPU."""
+    save_model("llama", folder / "model", **TWO_LAYERS)
+    word_tokenizer().save_pretrained(folder / "model")
+    prompts_dataset().save_to_disk(folder / "data")
+    (folder / "launched_rewards.py").write_text(
         "def distinct(completion_ids, **_):\n"
         "    return [float(len(set(ids))) for ids in completion_ids]\n"
     )
-    extensions = tmp_path / "extensions"
-    extensions.mkdir()
+    (folder / "extensions").mkdir()
     options = {
-        "model_name_or_path": tmp_path / "model",
-        "dataset_name": tmp_path / "data",
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "data",
         "reward_funcs": "launched_rewards.distinct",
-        "output_dir": tmp_path / "out",
+        "output_dir": folder / "out",
         "num_generations": 4,
         "max_completion_length": 4,
         "per_device_train_batch_size": 2,
@@ -110,16 +108,17 @@ def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
         "save_steps": 2,
         "logging_steps": 1,
         "report_to": "none",
+        **options,
     }
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-        + ["--config_file", "ds_configs/accelerate/zero2.yaml", "examples/train_grpo.py"]
+        + ["--config_file", f"ds_configs/accelerate/{configuration}", "examples/train_grpo.py"]
         + [str(word) for name, value in options.items() for word in (f"--{name}", value)],
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-            "TORCH_EXTENSIONS_DIR": str(extensions),
+            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         },
@@ -128,6 +127,17 @@ def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
+    """The configuration for GPUs, on CPU: one group of two, one step per update, no compiler.
+
+    An update is two micro-batches. DeepSpeed names its checkpoint after the steps that it made, and
+    every rank of its group writes one partition of the optimizer. A C++ extension, if one were
+    built, would take a minute and would be left in TORCH_EXTENSIONS_DIR.
+    """
+    done = launch(tmp_path, "zero2.yaml")
     assert done.stdout.count("DeepSpeed ZeRO-2: gradients of") == 1, "one process is the main one"
     assert done.stdout.count("'grad_norm'") == 2
     checkpoint = tmp_path / "out" / "checkpoint-2"
@@ -137,4 +147,16 @@ def test_accelerate_launch_trains_on_two_cpu_processes(tmp_path: Path) -> None:
         f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
     ]
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert list(extensions.iterdir()) == []
+    assert list((tmp_path / "extensions").iterdir()) == []
+
+
+def test_accelerate_launch_lets_two_cpu_processes_share_prompts(tmp_path: Path) -> None:
+    """The section `parallelism_config` alone does it: the script's options are those of one
+    process. Of 8 prompts one epoch has 8 steps of 4 rows; two processes with prompts of their own
+    would halve it.
+    """
+    done = launch(tmp_path, "sequence_parallel_zero3.yaml")
+    assert done.stdout.count("'grad_norm'") == 2
+    assert "'epoch': '0.25'" in done.stdout
+    state = torch.load(tmp_path / "out" / "checkpoint-2" / "longstraw_state_1.pt")
+    assert state["geometry"]["longstraw_sp_size"] == state["world_size"] == 2

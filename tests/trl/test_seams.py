@@ -66,7 +66,10 @@ def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_seams()
 
 
-@pytest.mark.parametrize("function", ["shuffle_sequence_dict", "unwrap_model_for_generation"])
+@pytest.mark.parametrize(
+    "function",
+    ["shuffle_sequence_dict", "unwrap_model_for_generation", "gather", "gather_object"],
+)
 def test_a_missing_function_is_named(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(grpo_trainer, function)
     with pytest.raises(ConfigError, match=rf"grpo_trainer\.{function} is gone"):
@@ -83,6 +86,18 @@ def test_a_loss_that_takes_log_probs_from_elsewhere_is_named(
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", _compute_loss)
     with pytest.raises(ConfigError, match="does not call _get_per_token_logps_and_entropies"):
+        check_seams()
+
+
+def test_a_rollout_that_returns_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share prompts get its results from the one that ran it, field by field."""
+
+    def _generate(self: Any, prompts: Any) -> Any:
+        completion_ids, prompt_ids = self.turn(prompts)
+        return completion_ids, prompt_ids
+
+    monkeypatch.setattr(GRPOTrainer, "_generate", _generate)
+    with pytest.raises(ConfigError, match=r"_generate returns \('completion_ids', 'prompt_ids'\)"):
         check_seams()
 
 
