@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longstraw import ConfigError, Engine, EngineConfig, LongStrawError, PromptGroup
+from longstraw import ConfigError, Engine, EngineConfig, LongStrawError, PromptGroup, generate
 from longstraw.distributed import ChunkTravel
 from longstraw.models import Decoder
 from longstraw.passes import SegmentPasses
@@ -138,6 +138,22 @@ def run_budget(num_ranks: int) -> dict[str, Any]:
         expected = gradients(fresh.decoder.model)
         same = all(torch.equal(found[parameter], expected[parameter]) for parameter in expected)
         record[name] = {"error": error, "left": left, "works": bool(expected) and same}
+    return record
+
+
+def run_other_input(num_ranks: int) -> dict[str, Any]:
+    """The last rank is given something else than the others; then all are given the same."""
+    is_last = dist.get_rank() == num_ranks - 1
+    engine, group, other = make_engine(num_ranks), group_of(48), group_of(48, seed=2)
+    shorter = PromptGroup(group.prompt_ids, [ids[:-1] for ids in group.completion_ids])
+    context = (other if is_last else group).prompt_ids
+    record = {
+        "prompt": error_of(lambda: update(engine, other if is_last else group)),
+        "response": error_of(lambda: update(engine, shorter if is_last else group)),
+        "score": error_of(lambda: engine.score(other if is_last else group)),
+        "context": error_of(lambda: generate(engine, context, 2, max_new_tokens=2)),
+    }
+    update(engine, group)
     return record
 
 

@@ -102,6 +102,17 @@ def test_what_does_not_fit_in_one_group_ends_the_update_of_the_other(together: T
         assert record["seconds"] < PATIENCE_SECONDS
 
 
+# ---------------------------------------------------------------- input that differs
+
+
+@pytest.mark.parametrize("what", ["prompt", "response", "score", "context"])
+def test_ranks_that_were_given_different_input_say_so(what: str, together: Together) -> None:
+    """On every rank, and before a pass: they would wait for each other for ever."""
+    for record in together(2, "other input"):
+        assert record[what].startswith("DataError: ranks [1] of a sequence group were given other")
+        assert "engine.axes.dp_rank" in record[what]
+
+
 # ---------------------------------------------------------------- groups that cannot be made
 
 

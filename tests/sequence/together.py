@@ -19,6 +19,7 @@ PARTS: dict[int, dict[str, Callable[[int], Any]]] = {
         "rollout": rollout_program.run,
         "memory": memory_program.run,
         "budget": fault_program.run_budget,
+        "other input": fault_program.run_other_input,
         "refused": fault_program.run_refused,
     },
     3: {
