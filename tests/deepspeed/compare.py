@@ -24,7 +24,9 @@ def reference_of(job: Job) -> Setting:
     is_rounded = bool(setting.config.get("bf16"))
     longstraw = {k: v for k, v in setting.longstraw.items() if k != "longstraw_accumulate"}
     prepare = round_weights if is_rounded else setting.prepare
-    return replace(union(setting).but(bf16=False), longstraw=longstraw, prepare=prepare)
+    return replace(
+        union(setting, job.dp_size).but(bf16=False), longstraw=longstraw, prepare=prepare
+    )
 
 
 def is_stopped(job: Job) -> bool:

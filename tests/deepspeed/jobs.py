@@ -1,7 +1,7 @@
 """What is trained under DeepSpeed, by name: `LAUNCHES[launch][job]`.
 
 Jobs of one launch are trained one after another in the same processes, as most of a launch's time
-goes into imports. Both the test and the ranks look them up here.
+goes into imports. Tests and ranks look them up in `launches`.
 """
 
 from collections.abc import Sequence
@@ -69,15 +69,17 @@ def lora() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """One training on two ranks.
+    """One training on the ranks of a launch; on two with rows of their own if nothing else is said.
 
     Attributes:
-        setting: of one rank, without DeepSpeed.
+        setting: of one group of ranks, without DeepSpeed.
         stage: of ZeRO.
         zero: changes of `zero_optimization`.
         is_ours: LongStraw, or stock TRL under the same configuration.
         from_launcher: DeepSpeed is configured by `accelerate launch` alone.
         probe: name of what is done around the training, in `probes`.
+        dp_size, sp_size: groups of ranks, which have rows of their own, and ranks in each.
+        same_as: launch and name of a job for which one process does the same.
     """
 
     setting: Setting
@@ -86,16 +88,28 @@ class Job:
     is_ours: bool = True
     from_launcher: bool = False
     probe: str | None = None
+    dp_size: int = WORLD_SIZE
+    sp_size: int = 1
+    same_as: tuple[str, str] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.dp_size * self.sp_size
 
     def on_a_rank(self) -> Setting:
         """The setting as each rank trains it."""
+        setting = self.setting
+        if self.sp_size > 1:
+            shared = {**setting.longstraw, "longstraw_sp_size": self.sp_size}
+            setting = replace(setting, longstraw=shared)
         if self.from_launcher:
-            return self.setting
-        return self.setting.but(deepspeed=zero_config(self.stage, **self.zero))
+            return setting
+        return setting.but(deepspeed=zero_config(self.stage, **self.zero))
 
 
-def union(setting: Setting) -> Setting:
-    """One process that sees in each optimizer step what two ranks see.
+def union(setting: Setting, num_ranks: int = WORLD_SIZE) -> Setting:
+    """One process that sees in each optimizer step what two ranks (or `num_ranks`) see.
 
     Twice the batch, and no accumulation: with `micro * accumulation` rows per rank, both have
     `2 * micro * accumulation` rows per step. The losses used divide by what does not depend on who
@@ -106,10 +120,10 @@ def union(setting: Setting) -> Setting:
     """
     config = setting.config
     micro = config.get("per_device_train_batch_size", GROUP_SIZE)
-    rows = WORLD_SIZE * micro * config.get("gradient_accumulation_steps", 1)
+    rows = num_ranks * micro * config.get("gradient_accumulation_steps", 1)
     doubled = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
     if "per_device_eval_batch_size" in config:
-        doubled["per_device_eval_batch_size"] = WORLD_SIZE * config["per_device_eval_batch_size"]
+        doubled["per_device_eval_batch_size"] = num_ranks * config["per_device_eval_batch_size"]
     return setting.but(**doubled)
 
 

@@ -1,4 +1,4 @@
-"""Running a launch of `jobs` on two ranks, and the one-process run it is compared with."""
+"""Running a launch of `jobs` on its ranks, and the one-process run it is compared with."""
 
 import json
 from collections.abc import Container
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import yaml
 
-from tests.deepspeed.jobs import LAUNCHES, WORLD_SIZE, zero_config
+from tests.deepspeed.jobs import WORLD_SIZE, zero_config
+from tests.deepspeed.launches import LAUNCHES
 from tests.trl.parity import ModelPath
 from tests.trl.ranks import run_accelerate
 
@@ -32,17 +33,18 @@ def run_launch(
     # Of the jobs that are not configured by the launcher each brings its own configuration.
     stages = {job.stage for job in jobs.values() if job.from_launcher} or {0}
     (stage,) = stages
-    config = write_accelerate_config(folder, stage)
+    (world_size,) = {job.world_size for job in jobs.values()}
+    config = write_accelerate_config(folder, stage, world_size)
     arguments = ["-m", "tests.deepspeed.worker", name, str(folder)]
-    run_accelerate(arguments, WORLD_SIZE, config, folder / "logs", timeout=timeout)
+    run_accelerate(arguments, world_size, config, folder / "logs", timeout=timeout)
     return {
-        job: [torch.load(folder / f"{number}-{rank}.pt") for rank in range(WORLD_SIZE)]
+        job: [torch.load(folder / f"{number}-{rank}.pt") for rank in range(world_size)]
         for number, job in enumerate(jobs)
     }
 
 
-def write_accelerate_config(folder: Path, stage: int) -> Path:
-    """A configuration like those in `ds_configs/accelerate`, for two processes on CPUs."""
+def write_accelerate_config(folder: Path, stage: int, world_size: int = WORLD_SIZE) -> Path:
+    """A configuration like those in `ds_configs/accelerate`, for processes on CPUs."""
     json_file = folder / "zero.json"
     json_file.write_text(json.dumps(zero_config(stage)))
     config = {
@@ -54,7 +56,7 @@ def write_accelerate_config(folder: Path, stage: int) -> Path:
         },
         "machine_rank": 0,
         "num_machines": 1,
-        "num_processes": WORLD_SIZE,
+        "num_processes": world_size,
     }
     path = folder / "accelerate.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -5,6 +5,7 @@ A probe is a context manager around `trainer.train()`; what it yields is part of
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from torch import nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from longstraw import DeepSpeedBackend
+from longstraw import DeepSpeedBackend, Engine
+from longstraw.attention import paged
 from longstraw.backends import Finalized
 
 Findings = dict[str, Any]
@@ -68,6 +70,43 @@ def no_anchor(trainer: GRPOTrainer) -> Iterator[Findings]:
         self.needs_anchor = False
 
     with patch.object(DeepSpeedBackend, "__init__", without_anchor):
+        yield {}
+
+
+@contextmanager
+def cotangents_not_scaled(trainer: GRPOTrainer) -> Iterator[Findings]:
+    """Ranks that share a prompt count as ranks with other ones in the mean over all ranks."""
+    differentiate = Engine._differentiate
+
+    def unscaled(self: Engine, *args: Any) -> Any:
+        loss, cotangents = differentiate(self, *args)
+        size = self.axes.sp_size
+        return loss, [
+            replace(group, logps=group.logps / size, entropies=group.entropies / size)
+            for group in cotangents
+        ]
+
+    with patch.object(Engine, "_differentiate", unscaled):
+        yield {}
+
+
+@contextmanager
+def keys_of_own_queries_only(trainer: GRPOTrainer) -> Iterator[Findings]:
+    """Keys and values get no gradient from the queries that other ranks have sent."""
+    block_backward = paged._Blocks.block_backward
+
+    def own_only(self: Any, saved: Any, key: Any, value: Any, params: Any) -> Any:
+        travel = self.handle.travel
+        first = params.q_start - self.handle.q_start
+        own = set(travel.ownership.columns(travel.group.rank))
+        is_own = torch.tensor([first + row in own for row in range(params.q_len)])
+        rows = is_own.repeat(saved.q.shape[-2] // params.q_len)  # members, laid side by side
+        own_saved = replace(saved, grad_out=saved.grad_out * rows.unsqueeze(-1))
+        dq, _, _ = block_backward(self, saved, key, value, params)
+        _, dk, dv = block_backward(self, own_saved, key, value, params)
+        return dq, dk, dv
+
+    with patch.object(paged._Blocks, "block_backward", own_only):
         yield {}
 
 
@@ -138,5 +177,12 @@ def memory(trainer: GRPOTrainer) -> Iterator[Findings]:
 
 PROBES: dict[str, Probe] = {
     probe.__name__: probe
-    for probe in (uncounted_backwards, boundary_at_each_backward, no_anchor, memory)
+    for probe in (
+        uncounted_backwards,
+        boundary_at_each_backward,
+        no_anchor,
+        cotangents_not_scaled,
+        keys_of_own_queries_only,
+        memory,
+    )
 }

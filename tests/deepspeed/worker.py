@@ -5,6 +5,7 @@ Trains the jobs of one launch, one after another, and writes what this rank ende
 """
 
 import faulthandler
+import gc
 import json
 import signal
 import sys
@@ -19,7 +20,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from tests.deepspeed.jobs import LAUNCHES, Job
+from tests.deepspeed.jobs import Job
+from tests.deepspeed.launches import LAUNCHES
 from tests.deepspeed.probes import PROBES
 from tests.trl.parity import make_trainer, same_micro_batches
 
@@ -79,6 +81,7 @@ def _unfused_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
 def main(launch: str, folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    gc.freeze()  # each training collects garbage, and the modules imported are none
     paths = json.loads((folder / "models.json").read_text())
     for number, (name, path) in enumerate(paths.items()):
         sys.stdout.write(f"=== {name}\n")  # a rank that hangs is reported with its last lines

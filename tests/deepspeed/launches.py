@@ -1,0 +1,7 @@
+"""All launches by name, `LAUNCHES[launch][job]`; tests and ranks look them up here."""
+
+from tests.deepspeed.jobs import LAUNCHES as _DATA_PARALLEL
+from tests.deepspeed.jobs import Job
+from tests.deepspeed.sequence_jobs import LAUNCHES as _SEQUENCE_PARALLEL
+
+LAUNCHES: dict[str, dict[str, Job]] = {**_DATA_PARALLEL, **_SEQUENCE_PARALLEL}
