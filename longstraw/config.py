@@ -24,7 +24,8 @@ class EngineConfig:
             second pass over the prompt, and is a different gradient.
         chunk_size: tokens run at a time. Bounds the graph that exists during a backward; larger
             chunks read the pages before them less often.
-        page_size: tokens per page of captured state, the unit that is read and moved.
+        page_size: most tokens of a page of captured state, the unit that is read and moved. A
+            page never has more than one rank's run of a chunk: `chunk_size / sp_size`.
         replay_batch: most responses of one prompt replayed (and scored) together, right-padded.
             None: as many as have half of `chunk_size` tokens, so that the largest graph is that of
             a chunk of the prompt.
@@ -100,6 +101,12 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed.")
+        if self.sp_size > self.chunk_size:
+            raise ConfigError(
+                f"sp_size={self.sp_size} with chunk_size={self.chunk_size}: a chunk is divided "
+                "over the ranks, and some would never have a token. Make chunk_size a multiple of "
+                "it, with some hundred tokens to a rank."
+            )
         if not self.temperature > 0:
             raise ConfigError(
                 f"temperature={self.temperature!r}: log-probs are those of logits / temperature, "

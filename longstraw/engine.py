@@ -452,7 +452,7 @@ class Engine:
 
     def _check_same(self, groups: Sequence[PromptGroup]) -> None:
         tensors = [ids for g in groups for ids in (g.prompt_ids, *g.completion_ids)]
-        masks = [mask for g in groups for mask in g.loss_masks or ()]
+        masks = [mask != 0 for g in groups for mask in g.loss_masks or ()]
         endings = torch.tensor([g.is_complete for g in groups])
         what = "prompts, responses or masks"
         self.axes.sequence.check_same([*tensors, *masks, endings], what)

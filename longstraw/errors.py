@@ -2,7 +2,14 @@
 
 
 class LongStrawError(Exception):
-    """Base of every error raised on purpose by LongStraw."""
+    """Base of every error raised on purpose by LongStraw.
+
+    Attributes:
+        of_one_rank: whether one of several ranks that share a prompt can meet it alone. Others come
+            from what all of them are given, or agree on.
+    """
+
+    of_one_rank = False
 
 
 class ConfigError(LongStrawError, ValueError):
@@ -28,13 +35,23 @@ class PromptStateError(LongStrawError, RuntimeError):
 class StalePromptStateError(PromptStateError):
     """State captured with weights that the policy no longer has."""
 
+    of_one_rank = True
+
 
 class PageFileError(PromptStateError, OSError):
     """A file of captured state that cannot be made, written, or read back as it was written."""
 
+    of_one_rank = True
+
 
 class MemoryPlanError(LongStrawError, RuntimeError):
     """State that would not fit the byte budget."""
+
+
+class PageRoomError(MemoryPlanError):
+    """A page for which no room is left in the middle of an update, in memory or in files."""
+
+    of_one_rank = True
 
 
 class RanksAbortedError(LongStrawError, RuntimeError):
@@ -43,3 +60,5 @@ class RanksAbortedError(LongStrawError, RuntimeError):
 
 class RankLostError(LongStrawError, RuntimeError):
     """Other ranks stopped answering."""
+
+    of_one_rank = True

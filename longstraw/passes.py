@@ -355,6 +355,8 @@ class SegmentPasses:
         self, state: SegmentState, chunk: Chunk, cache: ChunkCache
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The chunk's own keys and values, with what later tokens left on its pages."""
+        if not state.holds(chunk):
+            return  # on every rank: a last chunk, which nobody reads
         layers = [state.pages(layer, chunk) for layer in range(self.decoder.num_layers)]
         # A window may hide one rank's pages and not another's. All must go the same way back.
         is_read = self.group.any(

@@ -71,6 +71,13 @@ def generate_rows(
             "(sp_size > 1) must make the same steps. Use max_new_tokens (max_completion_length in "
             "the trainer)."
         )
+    with engine.watch.naming_the_lost():
+        return _generate_rows(engine, contexts, generate_options)
+
+
+def _generate_rows(
+    engine: Engine, contexts: Sequence[Tensor], generate_options: dict[str, Any]
+) -> list[Tensor]:
     engine.axes.sequence.check_same(contexts, "contexts")
     engine.capture_shared(contexts)
     most_rows = _most_rows(engine, generate_options)
@@ -92,10 +99,11 @@ def _capture_beside(
     """The context's state, or None where it does not fit beside `states`."""
     try:
         return engine.capture(context, keep=states)
-    except MemoryPlanError:
-        if not states:
-            raise
-        return None
+    except MemoryPlanError as error:
+        is_known = engine.axes.sequence.is_alone or not error.of_one_rank
+        if states and is_known:
+            return None
+        raise
 
 
 def _decode(

@@ -111,6 +111,11 @@ def _refusals_to_groups(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
             "ranks, not to groups of them. Leave it out.",
         ),
         (
+            is_shared and args.auto_find_batch_size,
+            f"auto_find_batch_size=True {found}: a rank that runs out of memory would begin again "
+            "while the others of its group wait for it. Leave it out.",
+        ),
+        (
             is_shared and args.eval_use_gather_object,
             f"eval_use_gather_object=True {found}: objects are gathered from each rank, and losses "
             "would count several times. Leave it out: losses are tensors.",

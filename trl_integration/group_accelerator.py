@@ -22,7 +22,8 @@ from .seams import replaced
 class GroupAccelerator(Accelerator):
     """Counts groups, and gathers and reduces over ranks with the same place in each group.
 
-    Everything else is about ranks: devices, which one is the main one, waiting, DeepSpeed.
+    Everything else is about ranks: devices, which one is the main one, waiting, DeepSpeed. So
+    `process_index` 0 is a group; one rank of all is asked for by `is_main_process`.
 
     Attributes:
         axes: this rank's place.

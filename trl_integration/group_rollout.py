@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longstraw import RanksAbortedError, SequenceGroup
+from longstraw import LongStrawError, RankLostError, RanksAbortedError, SequenceGroup
 
 _DONE, _FAILED = "done", "failed"
 
@@ -32,7 +32,7 @@ class GroupRollout:
         self.sequence = sequence
         self.joined = joined
         self._is_leading = False
-        self._do_others_know = False  # of the error that is on its way up
+        self._are_others_lost = False  # in work that only this rank could not do
 
     def run(self, rollout: Callable[[], "RolloutResults"]) -> "RolloutResults":
         """What `rollout` returns on the leader, which alone calls it. Collective.
@@ -44,12 +44,12 @@ class GroupRollout:
             return rollout()
         if not self.sequence.is_leader:
             return self._serve()
-        self._is_leading, self._do_others_know = True, False
+        self._is_leading, self._are_others_lost = True, False
         try:
             results = rollout()
             self.sequence.share((_DONE, results.packed()))
         except Exception as error:
-            if not self._do_others_know:
+            if not self._are_others_lost:
                 self.sequence.share((_FAILED, f"{type(error).__name__}: {error}"))
             raise
         finally:
@@ -57,13 +57,16 @@ class GroupRollout:
         return results
 
     @contextmanager
-    def announced(self, name: str, content: Callable[[], Any]) -> Iterator[None]:
+    def announced(
+        self, name: str, content: Callable[[], Any], *, tells_errors: bool = False
+    ) -> Iterator[None]:
         """Work that all ranks of the group do; within a rollout the others are called to it.
 
-        An error inside is taken to reach them where they are: it comes from what they do too.
+        The rollout may catch an error of the work that all of them have, and go on.
 
         Args:
             content: makes what `joined[name]` is called with.
+            tells_errors: the work itself tells the others of an error that only this rank has.
         """
         if not self._is_leading:
             yield
@@ -71,21 +74,36 @@ class GroupRollout:
         self.sequence.share((name, content()))
         try:
             yield
-        except Exception:
-            self._do_others_know = True
+        except Exception as error:
+            is_lost = isinstance(error, RankLostError)
+            self._are_others_lost = is_lost or not (tells_errors or _is_of_all(error))
             raise
 
     def _serve(self) -> "RolloutResults":
+        held: LongStrawError | None = None  # of the last work, which the leader may catch
         while True:
             name, content = self.sequence.share(None)
             if name == _DONE:
                 return RolloutResults.unpacked(content)
+            if name == _FAILED and held is not None:
+                raise held
             if name == _FAILED:
                 raise RanksAbortedError(
                     "the rollout failed on the first rank of this sequence group, which runs it "
                     f"for all {self.sequence.size}. It said: {content}"
                 )
-            self.joined[name](content)
+            held = None
+            try:
+                self.joined[name](content)
+            except LongStrawError as error:
+                if not _is_of_all(error):
+                    raise
+                held = error
+
+
+def _is_of_all(error: Exception) -> bool:
+    """Whether every rank of the group has it, or has been told."""
+    return isinstance(error, LongStrawError) and not error.of_one_rank
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class SequenceParallelGRPOTrainer(PromptDataGRPOTrainer):
         return self._rollout.announced("turn", lambda: PackedIds.of(contexts))
 
     def _announced_meeting(self, work: str) -> AbstractContextManager[None]:
-        return self._rollout.announced("meeting", lambda: work)
+        return self._rollout.announced("meeting", lambda: work, tells_errors=True)
 
     def _attend(self, work: str) -> None:
         with self.engine.lockstep.together(work):

@@ -268,7 +268,7 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
             device = self.accelerator.device
             rows = generate_rows(
                 self.engine,
-                [torch.tensor(ids, device=device) for ids in contexts],
+                [torch.as_tensor(ids, dtype=torch.long, device=device) for ids in contexts],
                 generation_config=self.generation_config,
             )
         return [self._until_eos(row.tolist()) for row in rows]

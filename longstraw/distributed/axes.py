@@ -85,15 +85,19 @@ class SequenceGroup:
 
     def sum_(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank."""
-        if not self.is_alone:
-            dist.all_reduce(x, group=self._group)
-        return x
+        if self.is_alone:
+            return x
+        whole = x.contiguous()  # NCCL takes nothing else, and gloo takes what lies behind a view
+        dist.all_reduce(whole, group=self._group)
+        return x if whole is x else x.copy_(whole)
 
     def broadcast_(self, x: Tensor) -> Tensor:
         """The leader's `x`, in place."""
-        if not self.is_alone:
-            dist.broadcast(x, group=self._group, group_src=0)
-        return x
+        if self.is_alone:
+            return x
+        whole = x.contiguous()
+        dist.broadcast(whole, group=self._group, group_src=0)
+        return x if whole is x else x.copy_(whole)
 
     # ---------------------------------------------------------------- facts
 
@@ -124,6 +128,9 @@ class SequenceGroup:
     def check_same(self, tensors: Iterable[Tensor], what: str) -> None:
         """Raise on every rank if one has other values: they would wait for each other for ever.
 
+        Args:
+            tensors: of whole numbers or booleans; their dtypes do not count.
+
         Raises:
             DataError: with the ranks that differ from the leader.
         """
@@ -132,7 +139,7 @@ class SequenceGroup:
         digest = hashlib.sha256()
         for tensor in tensors:
             digest.update(f"{tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().long().contiguous().numpy().tobytes())
         digests = self.gather_objects(digest.digest())
         others = [rank for rank, found in enumerate(digests) if found != digests[0]]
         if others:

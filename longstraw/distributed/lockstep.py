@@ -14,13 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from ..errors import (
-    LongStrawError,
-    PageFileError,
-    PromptStateError,
-    RankLostError,
-    RanksAbortedError,
-)
+from ..errors import LongStrawError, PromptStateError, RankLostError, RanksAbortedError
 from .meeting import Meeting
 from .watch import RankWatch
 
@@ -43,11 +37,8 @@ def _do_nothing(kind: Pass) -> None:
 
 
 def _is_of_the_group(error: Exception) -> bool:
-    """Whether all ranks that share a prompt raise it: they have the same input, and agree on room.
-
-    Not a file that one of them cannot read, nor what its device or a library raises.
-    """
-    return isinstance(error, LongStrawError) and not isinstance(error, PageFileError)
+    """Whether all ranks that share a prompt raise it: not what a device or a library raises."""
+    return isinstance(error, LongStrawError) and not error.of_one_rank
 
 
 class LockStep:

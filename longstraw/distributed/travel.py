@@ -41,12 +41,13 @@ class Travel:
         """This rank's tokens along `dim` -> all that attend together, in order, on every rank."""
         return part
 
-    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
-        """What every rank found for all tokens -> `[sp, ...]`, what it found for those here."""
+    def parts_home(self, whole: Tensor) -> Tensor:
+        """What every rank found for all tokens `[.., C, D]` -> what it found for those here,
+        `[sp, .., w, D]`."""
         return whole.unsqueeze(0)
 
-    def sum_home(self, whole: Tensor, dim: int = -2) -> Tensor:
-        """The sum over ranks of what each has for all tokens, for those here."""
+    def sum_home(self, whole: Tensor) -> Tensor:
+        """The sum over ranks of what each has for all tokens `[.., C, D]`, for those here."""
         return whole
 
     def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
@@ -108,15 +109,11 @@ class ChunkTravel(Travel):
         whole = self.group.gather(part).movedim(0, dim).flatten(dim, dim + 1)
         return whole.index_select(dim, self._places)
 
-    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
-        if self.group.is_alone:
-            return whole.unsqueeze(0)
-        return self.group.exchange(self._by_owner(whole, dim))
+    def parts_home(self, whole: Tensor) -> Tensor:
+        return self.group.exchange(self._by_owner(whole))
 
-    def sum_home(self, whole: Tensor, dim: int = -2) -> Tensor:
-        if self.group.is_alone:
-            return whole
-        return self.group.sum_home(self._by_owner(whole, dim))
+    def sum_home(self, whole: Tensor) -> Tensor:
+        return whole if self.is_local else self.group.sum_home(self._by_owner(whole))
 
     def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
         runs, first = [], 0
@@ -125,13 +122,12 @@ class ChunkTravel(Travel):
             first += len(run)
         return runs
 
-    def _by_owner(self, whole: Tensor, dim: int) -> Tensor:
-        """`[.., C, ..]` -> `[sp, .., w, ..]`, zeros at pads: they must not reach a gradient."""
-        dim %= whole.dim()
-        shape = list(whole.shape)
-        shape[dim] = self.group.size * self.ownership.width
-        padded = whole.new_zeros(shape).index_copy_(dim, self._places, whole)
-        return padded.unflatten(dim, (self.group.size, self.ownership.width)).movedim(dim, 0)
+    def _by_owner(self, whole: Tensor) -> Tensor:
+        """`[.., C, D]` -> `[sp, .., w, D]`, zeros at pads: they must not reach a gradient."""
+        sp_size, width = self.group.size, self.ownership.width
+        padded = whole.new_zeros(*whole.shape[:-2], sp_size * width, whole.shape[-1])
+        padded.index_copy_(-2, self._places, whole)
+        return padded.unflatten(-2, (sp_size, width)).movedim(-3, 0)
 
     @cached_property
     def _columns(self) -> Tensor:
@@ -159,7 +155,7 @@ class DecodeTravel(Travel):
         self.group = group
         self.is_local = group.is_alone
 
-    def parts_home(self, whole: Tensor, dim: int = -2) -> Tensor:
+    def parts_home(self, whole: Tensor) -> Tensor:
         return self.group.gather(whole)
 
     def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ..errors import LongStrawError, RankLostError
 
 _PREFIX = "longstraw/rank"
+_SECONDS_TO_DIE = 0.5
 
 
 class RankWatch:
@@ -103,6 +104,10 @@ class RankWatch:
 
     def lost(self, what: str, error: BaseException) -> RankLostError:
         """The error to raise when peers stopped answering."""
+        # A killed process closes its connections before it is gone from the process table.
+        deadline = time.monotonic() + _SECONDS_TO_DIE
+        while not self.missing() and time.monotonic() < deadline:
+            time.sleep(_SECONDS_TO_DIE / 50)
         reason = "".join(str(error).strip().split(". ")[0].splitlines()[:1])
         message = (
             f"rank {self.rank} was {what} in {self.place} when the other ranks stopped answering "

@@ -106,6 +106,10 @@ class SegmentState:
                 key[..., columns, :], value[..., columns, :], start + place, self.needs_cotangent
             )
 
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether the chunk was captured; by this rank too if it owns none of its tokens."""
+        return chunk.index in self._pages[0]
+
     def pages(self, layer: int, chunk: Chunk) -> list[Page]:
         """The pages of one chunk; none for a last chunk that was left out of the capture."""
         return self._pages[layer].get(chunk.index, [])

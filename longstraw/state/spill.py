@@ -20,7 +20,7 @@ from itertools import islice
 
 import torch
 
-from ..errors import MemoryPlanError
+from ..errors import PageRoomError
 from .page_files import Extent, PageFiles
 from .pages import Page
 from .pinned import HostBuffers
@@ -275,7 +275,7 @@ class Spill:
     def _send_last_away(self, num_bytes: int) -> None:
         """Let the page that came last stay no longer: larger ones have come, or less is free."""
         if not self._staying:
-            raise MemoryPlanError(
+            raise PageRoomError(
                 f"pages of {num_bytes:,} bytes pass through host memory, {NUM_KEPT + 1} at a time "
                 f"or more, and {self.limit_bytes or 0:,} bytes are left for pages there. Raise "
                 "state_budget_bytes (longstraw_state_budget_gib in the trainer), give the job more "
@@ -303,10 +303,10 @@ class Spill:
         self.disk_bytes += page.nbytes
 
     def _require_disk(self, num_bytes: int) -> None:
-        """Raise `MemoryPlanError` if so many bytes more would exceed the limit of the files."""
+        """Raise `PageRoomError` if so many bytes more would exceed the limit of the files."""
         limit = self.disk_limit_bytes
         if limit is not None and self.disk_bytes + num_bytes > limit:
-            raise MemoryPlanError(
+            raise PageRoomError(
                 f"{num_bytes:,} bytes of a page do not fit beside the {self.disk_bytes:,} in files "
                 f"in {self.files.folder}, which may take {limit:,}. Raise spill_budget_bytes "
                 "(longstraw_spill_budget_gib in the trainer), free space there, or name a larger "

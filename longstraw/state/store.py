@@ -343,14 +343,12 @@ class PageStore:
             return
         shortage = self._shortage(num_bytes)
         if self._group.any([shortage is not None])[0]:
-            rank, shortage = next(
-                (rank, found)
-                for rank, found in enumerate(self._group.gather_objects(shortage))
-                if found is not None
-            )
+            found = self._group.gather_objects((shortage, self.bytes_in_use))
+            rank = next(rank for rank, (short, _) in enumerate(found) if short is not None)
+            shortage, in_use = found[rank]
             where = "" if self._group.is_alone else f"on rank {rank} of the sequence group "
             raise MemoryPlanError(
-                f"{what} takes {num_bytes:,} bytes beside the {self.bytes_in_use:,} in use; "
+                f"{what} takes {num_bytes:,} bytes beside the {in_use:,} in use; "
                 f"{where}{shortage}, shorten the prompt, run fewer prompts per update, or use "
                 "prompt_gradient='stopped', which keeps no cotangents."
             )

@@ -144,16 +144,16 @@ def answers_and_gradients(engine: Engine) -> dict[str, Any]:
 # What the other ranks found is dropped, without a sign: nobody waits for anybody.
 
 
-def _keep_own(self: DecodeTravel, whole: Tensor, dim: int = -2) -> Tensor:
+def _keep_own(self: DecodeTravel, whole: Tensor) -> Tensor:
     return whole.unsqueeze(0)
 
 
-def _keep_own_part(self: ChunkTravel, whole: Tensor, dim: int = -2) -> Tensor:
-    return self._by_owner(whole, dim)[self.group.rank].unsqueeze(0)
+def _keep_own_part(self: ChunkTravel, whole: Tensor) -> Tensor:
+    return self._by_owner(whole)[self.group.rank].unsqueeze(0)
 
 
-def _keep_own_sum(self: ChunkTravel, whole: Tensor, dim: int = -2) -> Tensor:
-    return self._by_owner(whole, dim)[self.group.rank]
+def _keep_own_sum(self: ChunkTravel, whole: Tensor) -> Tensor:
+    return self._by_owner(whole)[self.group.rank]
 
 
 MISTAKES: dict[str, tuple[type, str, Any]] = {

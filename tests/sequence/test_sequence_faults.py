@@ -129,6 +129,12 @@ def test_ranks_that_cannot_be_divided_are_told_how_they_could(
         assert message.endswith(f"or set it to one of {possible}.")
 
 
+def test_chunks_with_fewer_tokens_than_ranks_are_refused() -> None:
+    """Some rank would never have a token, while all wait for each other at every layer."""
+    with pytest.raises(ConfigError, match="sp_size=4 with chunk_size=3: .* multiple of it"):
+        EngineConfig(sp_size=4, chunk_size=3)
+
+
 def test_without_a_launcher_the_error_says_how_to_start() -> None:
     with pytest.raises(ConfigError, match="with 1 processes") as caught:
         Engine(tiny_model("llama"), EngineConfig(sp_size=2))

@@ -3,12 +3,13 @@
 Both ranks are played one after the other by this process.
 """
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
-from longstraw import RanksAbortedError, SequenceGroup
+from longstraw import MemoryPlanError, RanksAbortedError, SequenceGroup
 from trl_integration.group_rollout import GroupRollout, PackedIds, RolloutResults
 
 
@@ -69,24 +70,73 @@ def test_outside_a_rollout_nothing_is_announced() -> None:
     assert leader.sequence.words == []  # type: ignore[attr-defined]
 
 
-def test_an_error_is_told_once() -> None:
-    """Not after one inside announced work, where the other rank has left with an error too."""
+def test_an_error_of_the_rollout_is_told() -> None:
+    """Also one in a meeting, which has told the others only that this rank failed in it."""
     leader, other, _ = both()
 
     def fails() -> RolloutResults:
         raise KeyError("x")
 
     def fails_together() -> RolloutResults:
-        with leader.announced("meeting", lambda: "tokenizing"):
+        with leader.announced("meeting", lambda: "tokenizing", tells_errors=True):
             raise KeyError("x")
 
-    with pytest.raises(KeyError):
-        leader.run(fails)
-    with pytest.raises(RanksAbortedError, match="KeyError: 'x'"):
-        other.run(fails)
-    with pytest.raises(KeyError):
-        leader.run(fails_together)
-    assert leader.sequence.words == [("meeting", "tokenizing")]  # type: ignore[attr-defined]
+    for rollout in (fails, fails_together):
+        with pytest.raises(KeyError):
+            leader.run(rollout)
+        with pytest.raises(RanksAbortedError, match="KeyError: 'x'"):
+            other.run(rollout)
+        assert leader.sequence.words == []  # type: ignore[attr-defined]
+
+
+def test_an_error_of_one_rank_in_shared_work_is_told_to_nobody() -> None:
+    """The others stand in a collective of that work: no word reaches them there."""
+    leader, _, _ = both()
+
+    def fails_alone() -> RolloutResults:
+        with leader.announced("turn", lambda: PackedIds.of([[3]])):
+            raise MemoryError("of this device")
+
+    with pytest.raises(MemoryError):
+        leader.run(fails_alone)
+    assert [name for name, _ in leader.sequence.words] == ["turn"]  # type: ignore[attr-defined]
+
+
+def test_a_rollout_may_catch_what_all_ranks_of_the_group_have() -> None:
+    """A context that does not fit: the others have the same error, and wait for the next turn. If
+    it is not caught they raise it too."""
+    leader, other, calls = both()
+    too_long = MemoryPlanError("too long")
+
+    def turn(ids: list[int]) -> None:
+        with leader.announced("turn", lambda: PackedIds.of([ids])):
+            if len(ids) > 1:
+                raise too_long
+
+    def join(contexts: PackedIds) -> None:
+        if len(contexts.lists()[0]) > 1:
+            raise too_long
+        calls.append(contexts.lists())
+
+    other.joined = {"turn": join}
+
+    def catches() -> RolloutResults:
+        with contextlib.suppress(MemoryPlanError):
+            turn([3, 4])
+        turn([3])
+        return RESULTS
+
+    def fails() -> RolloutResults:
+        turn([3])
+        turn([3, 4])
+        return RESULTS
+
+    leader.run(catches)
+    other.run(catches)
+    assert calls == [[[3]]]
+    for rollout in (leader, other):
+        with pytest.raises(MemoryPlanError, match="too long"):
+            rollout.run(fails)
 
 
 def test_equal_rows_are_sent_once() -> None:
