@@ -147,32 +147,34 @@ _EVERY_FAMILY = {
     for family in FAMILIES
     for mode in ("exact", "stopped")
     # The others' stopped gradient differs from llama's in nothing that ranks share.
-    if mode == "exact" or family in ("llama", "gemma2", "gemma3", "gpt_oss", "gpt2", "qwen3_moe")
+    if mode == "exact" or family in ("llama", "gemma3", "gpt_oss", "qwen3_moe")
 }
-_FEW = (
-    "chunks of 7",
-    "zigzag, chunks of 7",
-    "fewer tokens than ranks",
-    "fewer tokens than ranks, zigzag",
-    "responses of several chunks",
-    "shared turns",
-    "checkpointing, gemma3",
-    "LoRA",
-    "load-balancing loss",
-)
+
+
+def _some(*names: str) -> dict[str, Case]:
+    every = {**_EVERY_FAMILY, **_options()}
+    return {name: every[name] for name in names}
+
+
 LAUNCHES: dict[str, dict[str, Case]] = {
     "dp 1, sp 2": {**_EVERY_FAMILY, **_options()},
-    "dp 1, sp 3": {name: _options()[name] for name in _FEW},
-    "dp 1, sp 4": {
-        **{name: _options()[name] for name in _FEW},
-        "gemma2, exact": _EVERY_FAMILY["gemma2, exact"],
-        "gpt_oss, stopped": _EVERY_FAMILY["gpt_oss, stopped"],
-    },
-    "dp 2, sp 1": {"chunks of 7": _options()["chunks of 7"]},
-    "dp 2, sp 2": {
-        name: _options()[name]
-        for name in ("chunks of 7", "LoRA", "load-balancing loss", "responses of several chunks")
-    },
+    "dp 1, sp 3": _some(
+        "zigzag, chunks of 7",
+        "fewer tokens than ranks",
+        "shared turns",
+        "LoRA",
+        "checkpointing, gemma3",
+    ),
+    "dp 1, sp 4": _some(
+        "chunks of 7",
+        "fewer tokens than ranks, zigzag",
+        "responses of several chunks",
+        "load-balancing loss",
+        "gemma2, exact",
+        "gpt_oss, stopped",
+    ),
+    "dp 2, sp 1": _some("chunks of 7"),
+    "dp 2, sp 2": _some("chunks of 7", "LoRA", "load-balancing loss"),
 }
 
 

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longstraw import ConfigError, Engine, EngineConfig, LongStrawError, PromptGroup, generate
+from longstraw import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    LongStrawError,
+    PageRoomError,
+    PromptGroup,
+    generate,
+)
 from longstraw.distributed import ChunkTravel
 from longstraw.models import Decoder
 from longstraw.passes import SegmentPasses
@@ -85,7 +93,7 @@ def _kill() -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError("planted in a pass")
+    raise PageRoomError("planted in a pass")
 
 
 FAULTS: dict[str, tuple[type, str, Callable[[], None]]] = {

@@ -24,6 +24,7 @@ def main(launch: str, folder: Path) -> None:
     _, sp_size = shape_of(launch)
     records = {name: run(case, sp_size) for name, case in LAUNCHES[launch].items()}
     torch.save(records, folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
 
 
 def run(case: Case, sp_size: int) -> dict[str, Any]:

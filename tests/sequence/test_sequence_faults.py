@@ -58,11 +58,11 @@ def test_the_survivor_of_a_killed_rank_ends_and_names_it(
 
 
 def test_a_rank_that_fails_alone_in_a_pass_ends_at_once_and_is_named(tmp_path: Path) -> None:
-    """Not an error of the group, which has the same input, but of a device or a library: it waits
-    for nobody, and the other learns it from the end of its process."""
+    """A page that finds no room on this rank only, as an error of its device would be: it waits for
+    nobody, and the other learns it from the end of its process."""
     survivor, faulty = run("raises in a backward", tmp_path)
     assert faulty.code == 1
-    assert "RuntimeError: planted in a pass" in faulty.log
+    assert "PageRoomError: planted in a pass" in faulty.log
     assert seconds_after_fault(faulty, faulty) < PATIENCE_SECONDS
     assert_names_the_lost(survivor, faulty, "prompt_backward")
 

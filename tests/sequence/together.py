@@ -38,6 +38,7 @@ def main(num_ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo")
     records = {name: run(num_ranks) for name, run in PARTS[num_ranks].items()}
     torch.save(records, folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
