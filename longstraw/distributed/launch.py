@@ -1,6 +1,8 @@
 """Connecting the processes that a launcher started, and noticing when they are not connected."""
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,10 +14,23 @@ def connect_cpu_ranks(timeout_seconds: float) -> None:
     """Form the process group of CPU processes, which launchers leave to the script.
 
     On CPU accelerate would otherwise take each process for the only one. One process needs no
-    group, and on GPUs whoever comes next makes it (accelerate, DeepSpeed).
+    group, and on GPUs whoever comes next makes it (accelerate, DeepSpeed). What is made here is
+    taken down when the process ends.
     """
     if launched_ranks() > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        atexit.register(_disconnect)
+
+
+def _disconnect() -> None:
+    """Take the group down while the interpreter still runs.
+
+    A thread of gloo that frees a tensor while the interpreter ends aborts the process, whose work
+    is done ("terminate called without an active exception"). After an error the group may be in
+    use, and is left alone.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def launched_ranks() -> int:
