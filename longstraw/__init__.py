@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ShapeError,
         StalePromptStateError,
         UnsupportedModelError,
+        is_of_the_group,
     )
     from .members import GroupScores
     from .models import SERVED_FAMILIES, RouterSums, load_balancing_loss
@@ -73,6 +74,7 @@ _HOME = {
     "UpdateReport": "engine",
     "generate": "rollout",
     "generate_rows": "rollout",
+    "is_of_the_group": "errors",
     "load_balancing_loss": "models",
 }
 
@@ -109,6 +111,7 @@ __all__ = [
     "connect_cpu_ranks",
     "generate",
     "generate_rows",
+    "is_of_the_group",
     "launched_ranks",
     "load_balancing_loss",
     "prepare_deepspeed",

@@ -12,6 +12,11 @@ class LongStrawError(Exception):
     of_one_rank = False
 
 
+def is_of_the_group(error: BaseException) -> bool:
+    """Whether all ranks that share a prompt raise it: not what a device or a library raises."""
+    return isinstance(error, LongStrawError) and not error.of_one_rank
+
+
 class ConfigError(LongStrawError, ValueError):
     """An option, or a combination of options, that cannot be honoured."""
 

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from longstraw import LongStrawError, RankLostError, RanksAbortedError, SequenceGroup
+from longstraw import (
+    LongStrawError,
+    RankLostError,
+    RanksAbortedError,
+    SequenceGroup,
+    is_of_the_group,
+)
 
 _DONE, _FAILED = "done", "failed"
 
@@ -76,7 +82,7 @@ class GroupRollout:
             yield
         except Exception as error:
             is_lost = isinstance(error, RankLostError)
-            self._are_others_lost = is_lost or not (tells_errors or _is_of_all(error))
+            self._are_others_lost = is_lost or not (tells_errors or is_of_the_group(error))
             raise
 
     def _serve(self) -> "RolloutResults":
@@ -96,14 +102,9 @@ class GroupRollout:
             try:
                 self.joined[name](content)
             except LongStrawError as error:
-                if not _is_of_all(error):
+                if not is_of_the_group(error):
                     raise
                 held = error
-
-
-def _is_of_all(error: Exception) -> bool:
-    """Whether every rank of the group has it, or has been told."""
-    return isinstance(error, LongStrawError) and not error.of_one_rank
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
-from ..errors import LongStrawError, PromptStateError, RankLostError, RanksAbortedError
+from ..errors import PromptStateError, RankLostError, RanksAbortedError, is_of_the_group
 from .meeting import Meeting
 from .watch import RankWatch
 
@@ -34,11 +34,6 @@ class Pass(IntEnum):
 
 def _do_nothing(kind: Pass) -> None:
     pass
-
-
-def _is_of_the_group(error: Exception) -> bool:
-    """Whether all ranks that share a prompt raise it: not what a device or a library raises."""
-    return isinstance(error, LongStrawError) and not error.of_one_rank
 
 
 class LockStep:
@@ -117,7 +112,7 @@ class LockStep:
                 self._idle(now)
         except Exception as error:
             is_told = isinstance(error, RanksAbortedError | RankLostError)
-            is_alone = has_passes and self.shares_passes and not _is_of_the_group(error)
+            is_alone = has_passes and self.shares_passes and not is_of_the_group(error)
             if self._is_reachable and not is_told and not is_alone:
                 self._agree_on(Pass.FAILED, f"{type(error).__name__}: {error}")
             raise

@@ -125,10 +125,10 @@ def more_ways(stage: int) -> dict[str, Way]:
     return found
 
 
-def _few_ways() -> dict[str, Way]:
-    """Full fine-tuning and adapters, for the most expensive geometry."""
-    found = ways(0)
-    return {name: found[name] for name in ("full, exact", "LoRA, stopped, accumulation 4")}
+def _few_ways(stage: int) -> dict[str, Way]:
+    """Full fine-tuning, and adapters at both ends, for the most expensive geometry."""
+    names = ["full, exact", *(["LoRA, stopped, accumulation 4"] if stage in (0, 3) else [])]
+    return {name: ways(stage)[name] for name in names}
 
 
 def _grid(geometry: Geometry, ways_at: dict[int, dict[str, Way]]) -> dict[str, Job]:
@@ -144,7 +144,7 @@ def _grid(geometry: Geometry, ways_at: dict[int, dict[str, Way]]) -> dict[str, J
 GRIDS = {
     "a pair": _grid(PAIR, {stage: {**ways(stage), **more_ways(stage)} for stage in STAGES}),
     "two pairs": _grid(TWO_PAIRS, {stage: ways(stage) for stage in STAGES}),
-    "four ranks": _grid(FOUR, {stage: _few_ways() for stage in (0, 3)}),
+    "four ranks": _grid(FOUR, {stage: _few_ways(stage) for stage in STAGES}),
 }
 
 # What bf16 may be off: stock TRL under the same configuration, on two ranks.

@@ -162,6 +162,12 @@ def run_other_input(num_ranks: int) -> dict[str, Any]:
         "context": error_of(lambda: generate(engine, context, 2, max_new_tokens=2)),
     }
     update(engine, group)
+    # Equal values are the same whatever their dtype; what is sent of a view is its values.
+    sequence, numbers = engine.axes.sequence, torch.arange(6)
+    sequence.check_same([numbers.int() if is_last else numbers], "numbers")
+    sent = torch.zeros(3, 2, dtype=torch.long) if is_last else numbers.view(2, 3).t()
+    record["sent"] = sequence.broadcast_(sent).tolist()
+    record["sum"] = sequence.sum_(numbers.view(2, 3).t() if is_last else sent.contiguous()).tolist()
     return record
 
 

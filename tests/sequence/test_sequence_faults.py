@@ -113,6 +113,13 @@ def test_ranks_that_were_given_different_input_say_so(what: str, together: Toget
         assert "engine.axes.dp_rank" in record[what]
 
 
+def test_what_ranks_send_are_values_whatever_their_layout(together: Together) -> None:
+    """A transposed tensor on one rank and a contiguous one on the other."""
+    for record in together(2, "other input"):
+        assert record["sent"] == [[0, 3], [1, 4], [2, 5]]
+        assert record["sum"] == [[0, 6], [2, 8], [4, 10]]
+
+
 # ---------------------------------------------------------------- groups that cannot be made
 
 
