@@ -69,6 +69,11 @@ class SegmentPasses:
         config: EngineConfig,
         group: SequenceGroup,
     ) -> None:
+        if decoder.recurrence is not None:
+            decoder.recurrence.check_ranks(config.sp_size)
+            decoder.recurrence.check_chunk(
+                config.chunk_size, config.replay_batch or 1, config.sp_size
+            )
         self.decoder = decoder
         self.group = group
         self._travel_of = lru_cache(maxsize=64)(self._make_travel)
@@ -90,8 +95,9 @@ class SegmentPasses:
         parent: SegmentState | None = None,
         *,
         needs_cotangent: bool,
+        keeps_boundaries: bool = True,
     ) -> SegmentState:
-        """An empty state for `segment`, continuing `parent`."""
+        """An empty state for `segment`, continuing `parent`; see `SegmentState`."""
         return SegmentState(
             segment,
             self.decoder.num_layers,
@@ -99,15 +105,31 @@ class SegmentPasses:
             version,
             parent=parent,
             needs_cotangent=needs_cotangent,
+            keeps_boundaries=keeps_boundaries,
         )
 
     def state_bytes(
-        self, num_tokens: int, *, with_cotangents: bool = False, num_rows: int = 1
+        self,
+        num_tokens: int,
+        *,
+        with_cotangents: bool = False,
+        num_rows: int = 1,
+        keeps_boundaries: bool = True,
     ) -> int:
-        """Bytes that a segment's state takes on the rank of the group that holds most of it."""
-        config = self.config
+        """Bytes that a segment's state takes on the rank of the group that holds most of it.
+
+        Of recurrent layers a snapshot for each chunk, or for the last one; its cotangents are those
+        of one snapshot at a time, as each is used up by the backward that leaves the one before.
+        """
+        config, decoder = self.config, self.decoder
         owned = most_owned(num_tokens, config.chunk_size, config.sp_size, config.sp_layout)
-        return self.decoder.state_bytes(num_rows * owned, with_cotangents)
+        num_snapshots = -(-num_tokens // config.chunk_size)
+        if not keeps_boundaries:
+            num_snapshots = min(num_snapshots, 1)
+        snapshots = num_snapshots * decoder.snapshot_bytes(config.sp_size)
+        if with_cotangents and num_snapshots:
+            snapshots += decoder.snapshot_bytes(config.sp_size, of_cotangents=True)
+        return decoder.state_bytes(num_rows * owned, with_cotangents) + num_rows * snapshots
 
     @torch.no_grad()
     def capture(self, state: SegmentState, bar: tqdm, *, but_last: bool = False) -> None:
@@ -118,7 +140,11 @@ class SegmentPasses:
         """
         chunks = self._chunks(state)[: -1 if but_last else None]
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        needed = self.state_bytes(num_tokens, num_rows=state.segment.num_rows)
+        needed = self.state_bytes(
+            num_tokens,
+            num_rows=state.segment.num_rows,
+            keeps_boundaries=state.keeps_boundaries,
+        )
         self.store.require(needed, f"the state of {state.segment.num_rows * num_tokens:,} tokens")
         for chunk in chunks:
             with self._turn(Pass.CAPTURE):
@@ -184,6 +210,7 @@ class SegmentPasses:
         state.free_chunk(chunk)
         if roots:
             self.backend.backward(roots, cotangents)
+            cache.leave_cotangents()
             for before in state.lineage():
                 if before is not state:
                     before.note_reader()
@@ -251,6 +278,7 @@ class SegmentPasses:
             self.config.attention,
             is_recomputed=torch.is_grad_enabled() and self.decoder.is_checkpointed,
             travel=(travel := self._travel(chunk)),
+            recurrent_layers=self.decoder.recurrent_layers,
         )
         cache = ChunkCache(reader, state_only=state_only)
         output = self.decoder.run_chunk(
@@ -289,6 +317,9 @@ class SegmentPasses:
 
     def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
         for layer in range(self.decoder.num_layers):
+            if layer in self.decoder.recurrent_layers:
+                state.append_snapshot(chunk, layer, *cache.own(layer))
+                continue
             key, value = cache.own(layer)
             runs = self._travel(chunk).own_runs(key.shape[-2])
             state.append(chunk, layer, key, value, runs)
@@ -354,7 +385,7 @@ class SegmentPasses:
     def _state_roots(
         self, state: SegmentState, chunk: Chunk, cache: ChunkCache
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The chunk's own keys and values, with what later tokens left on its pages."""
+        """What the chunk adds to each layer's state, with what later tokens left on it."""
         if not state.holds(chunk):
             return  # on every rank: a last chunk, which nobody reads
         layers = [state.pages(layer, chunk) for layer in range(self.decoder.num_layers)]

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from .distributed import DecodeTravel, SequenceGroup
 from .engine import Engine
 from .errors import ConfigError, MemoryPlanError
-from .state import DecodeCache, FreeMemory, Reader, RowRun, SegmentState
+from .state import DecodeCache, FreeMemory, Page, Reader, RowRun, SegmentState
 
 
 def generate(
@@ -143,20 +143,24 @@ def _decode(
 def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reader:
     """The histories of all rows; pages that several read are visited once for them."""
     readers: dict[SegmentState, list[int]] = {}
+    ends: dict[SegmentState, list[int]] = {}
     for row, state in enumerate(states):
+        ends.setdefault(state, []).append(row)
         for before in state.lineage():
             readers.setdefault(before, []).append(row)
     shifts = [start - state.segment.end for state in states]
     same = not any(shifts) and all(len(rows) == len(states) for rows in readers.values())
-    layers = range(engine.decoder.num_layers)
-    indices = {
-        state: torch.tensor(rows, device=engine.decoder.device) for state, rows in readers.items()
-    }
+    layers, recurrent = range(engine.decoder.num_layers), engine.decoder.recurrent_layers
+
+    def run(pages: list[Page], rows: list[int]) -> RowRun:
+        indices = torch.tensor(rows, device=engine.decoder.device)
+        return RowRun(pages, indices, [shifts[row] for row in rows])
+
     runs = [
-        [
-            RowRun(state.own_pages(layer), indices[state], [shifts[row] for row in rows])
-            for state, rows in readers.items()
-        ]
+        # A recurrent layer goes on from where a row's own history ends.
+        [run(state.history(layer), rows) for state, rows in ends.items()]
+        if layer in recurrent
+        else [run(state.own_pages(layer), rows) for state, rows in readers.items()]
         for layer in layers
     ]
     return Reader(
@@ -166,6 +170,7 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         engine.config.attention,
         () if same else runs,
         travel=DecodeTravel(engine.axes.sequence),
+        recurrent_layers=recurrent,
     )
 
 
@@ -190,7 +195,9 @@ def _most_rows(engine: Engine, generate_options: dict[str, Any]) -> int:
     most = 2**31
     if left is not None and num_tokens is not None:
         # Twice: a full buffer is copied into one of double the size.
-        most = max(1, left // (2 * engine.decoder.state_bytes(num_tokens, False)))
+        decoder = engine.decoder
+        per_row = decoder.state_bytes(num_tokens, False) + decoder.snapshot_bytes()
+        most = max(1, left // (2 * per_row))
     return engine.axes.sequence.minimum(most)
 
 

@@ -34,6 +34,26 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+# Every other layer is recurrent, one of them right before the last layer and one at the bottom.
+_GATED_DELTANET = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _FAMILIES = {
     "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
     "smollm2": (hf.LlamaConfig, hf.LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -75,6 +95,17 @@ _FAMILIES = {
             "decoder_sparse_step": 1,
         },
     ),
+    "qwen3_5": (hf.Qwen3_5TextConfig, hf.Qwen3_5ForCausalLM, _GATED_DELTANET),
+    "qwen3_5_moe": (
+        hf.Qwen3_5MoeTextConfig,
+        hf.Qwen3_5MoeForCausalLM,
+        {**_GATED_DELTANET, **_EXPERTS},
+    ),
+    "qwen3_next": (
+        hf.Qwen3NextConfig,
+        hf.Qwen3NextForCausalLM,
+        {**_GATED_DELTANET, **_EXPERTS, "decoder_sparse_step": 1},
+    ),
     "gpt2": (hf.GPT2Config, hf.GPT2LMHeadModel, None),
 }
 FAMILIES = tuple(_FAMILIES)
@@ -103,6 +134,8 @@ def _randomize(model: nn.Module, seed: int) -> nn.Module:
                     1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
                 )
                 parameter.copy_(noise * gain / fan**0.5)
+            elif "A_log" in name:  # decays of which some forget within a few tokens
+                parameter.copy_(torch.log(torch.rand(parameter.shape, generator=generator) + 0.05))
             elif "sinks" in name or "bias" in name:
                 parameter.copy_(noise * 0.3)
             else:

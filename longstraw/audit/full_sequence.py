@@ -6,7 +6,8 @@ eager attention and shares no code with the engine's passes.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def full_sequence_step(
     Args:
         model: the causal LM, or a PEFT model around one.
         groups, loss_of: as for `Engine.accumulate`.
-        prompt_gradient: "stopped" detaches keys and values of all prompt tokens but the last.
+        prompt_gradient: "stopped" detaches keys and values of all prompt tokens but the last, and
+            all that they give to a recurrence.
         temperature: logits are divided by it.
         with_router: give the loss routing sums.
 
@@ -103,6 +105,7 @@ def full_sequence_scores(
 
 def _router_sums(model: nn.Module, router_logits: Sequence[Tensor]) -> RouterSums:
     config: Any = model.config
+    config = config.get_text_config(decoder=True)
     field = SERVED_FAMILIES[config.model_type].router_top_k
     assert field is not None
     probs = [torch.softmax(logits, dim=-1) for logits in router_logits]
@@ -118,14 +121,57 @@ def _router_sums(model: nn.Module, router_logits: Sequence[Tensor]) -> RouterSum
 
 @contextmanager
 def _prompt_state_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Run the model's eager attention with the first `num_tokens` keys and values detached."""
+    """Run the model's eager attention with the first `num_tokens` keys and values detached.
+
+    And its recurrence, with their part of it.
+    """
     name = _STOPPED_NAME if num_tokens else "eager"
     _prompt_len.append(num_tokens)
     try:
-        with attend_with(model, name):
+        with attend_with(model, name), _prompt_recurrence_constant(model, num_tokens):
             yield
     finally:
         _prompt_len.pop()
+
+
+@contextmanager
+def _prompt_recurrence_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
+    """Detach what the first tokens put into the state of Gated DeltaNet layers.
+
+    That is what their convolution reads of them, what comes out of it, and their gates. The model
+    looks these functions up in its module when it runs.
+    """
+    sources = {type(m).__module__ for m in model.modules() if hasattr(m, "dt_bias")}
+    with ExitStack() as stack:
+        for source in map(sys.modules.__getitem__, sources if num_tokens else ()):
+            for name, stop in (
+                ("causal_conv1d_fn", _stopped_convolution),
+                ("torch_chunk_gated_delta_rule", _stopped_delta_rule),
+            ):
+                function = getattr(source, name)
+                setattr(source, name, partial(stop, function, num_tokens))
+                stack.callback(setattr, source, name, function)
+        yield
+
+
+def _stopped_convolution(
+    function: Callable[..., Tensor], num_tokens: int, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    out = function(_stop(x, num_tokens, -1), *args, **kwargs)
+    return _stop(out, num_tokens, -1)
+
+
+def _stopped_delta_rule(
+    function: Callable[..., Any], num_tokens: int, *qkv: Tensor, **kwargs: Any
+) -> Any:
+    gates = {name: _stop(kwargs.pop(name), num_tokens, 1) for name in ("g", "beta")}
+    return function(*(_stop(x, num_tokens, 1) for x in qkv), **gates, **kwargs)
+
+
+def _stop(x: Tensor, num_tokens: int, dim: int) -> Tensor:
+    """`x` with its first tokens detached."""
+    before, after = x.split([num_tokens, x.shape[dim] - num_tokens], dim=dim)
+    return torch.cat([before.detach(), after], dim=dim)
 
 
 def _stopped_attention(
@@ -136,9 +182,7 @@ def _stopped_attention(
         raise UnsupportedModelError(
             f"{type(module).__module__} has no eager_attention_forward to take as definition."
         )
-    n = _prompt_len[-1]
-    key = torch.cat([key[..., :n, :].detach(), key[..., n:, :]], dim=-2)
-    value = torch.cat([value[..., :n, :].detach(), value[..., n:, :]], dim=-2)
+    key, value = (_stop(x, _prompt_len[-1], -2) for x in (key, value))
     return eager(module, query, key, value, *args, **kwargs)
 
 

@@ -1,5 +1,7 @@
 """Queries travel, state stays: how the parts of a chunk and the whole of it become one another.
 
+Attention, whose state is divided by tokens:
+
     forward     gather queries; every rank attends with all of them to the keys it owns;
                 send each rank what was found for its rows; merge by log-sum-exp
     backward    gather queries, outputs and their gradients; every rank differentiates the keys it
@@ -16,9 +18,20 @@ Beside the layers, the scores of a chunk with a loss take (sp - 1) B w 2 s. It d
 the history: moving keys and values instead would cost 2 K D e for each of its tokens, and their
 gradients again in the backward. Heads need not be divisible by anything.
 
+A recurrence, which needs all tokens in order and has nothing to do with other heads, is divided by
+heads instead:
+
+    forward     send each rank its heads of all tokens; every rank runs the whole chunk for them;
+                send each rank its tokens of all heads
+    backward    the same two ways back
+
+Each way takes (sp - 1) / sp B w F e, forwards and backwards, with F features to a token: there what
+enters convolution and recurrence, back what comes out of it.
+
 Knows tokens and their owners; knows nothing of attention, pages or models.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -33,9 +46,12 @@ class Travel:
 
     Attributes:
         is_local: whether no other rank has a part in it.
+        rank, size: this rank's place among those that have, and their number.
     """
 
     is_local = True
+    rank = 0
+    size = 1
 
     def gather(self, part: Tensor, dim: int = -2) -> Tensor:
         """This rank's tokens along `dim` -> all that attend together, in order, on every rank."""
@@ -57,6 +73,22 @@ class Travel:
         """
         return [(slice(0, num_keys), 0)]
 
+    def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's tokens of all heads -> all tokens of this rank's heads. Differentiable.
+
+        Args:
+            parts: each `[B, w, sp, F]`, by the rank that has the heads.
+
+        Returns:
+            Each `[B, C, F]`.
+        """
+        return [part[:, :, 0] for part in parts]
+
+    def from_heads(self, whole: Tensor) -> Tensor:
+        """All tokens of this rank's heads `[B, C, H / sp, D]` -> this rank's tokens of all heads
+        `[B, w, H, D]`. Differentiable."""
+        return whole
+
 
 class ChunkTravel(Travel):
     """For a chunk that is divided over the ranks of a group.
@@ -77,6 +109,7 @@ class ChunkTravel(Travel):
         self.runs = ownership.runs[group.rank]
         self.num_owned = sum(len(run) for run in self.runs)
         self.is_local = group.is_alone
+        self.rank, self.size = group.rank, group.size
 
     # ---------------------------------------------------------------- the whole -> this rank's part
 
@@ -122,11 +155,28 @@ class ChunkTravel(Travel):
             first += len(run)
         return runs
 
+    # ---------------------------------------------------------------- recurrence
+
+    def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self.group.is_alone:
+            return super().to_heads(parts)
+        sizes = [part.shape[-1] for part in parts]
+        sent = torch.cat([*parts], dim=-1).movedim(2, 0)
+        # [sp, B, w, F] by owner -> [B, C, F]: pads never reach the recurrence.
+        found = _exchange(sent, self.group).movedim(0, 1).flatten(1, 2)
+        return list(found.index_select(1, self._places).split(sizes, dim=-1))
+
+    def from_heads(self, whole: Tensor) -> Tensor:
+        if self.group.is_alone:
+            return whole
+        found = _exchange(self._by_owner(whole.flatten(2)), self.group)
+        return found.unflatten(-1, whole.shape[2:]).movedim(0, 2).flatten(2, 3)
+
     def _by_owner(self, whole: Tensor) -> Tensor:
         """`[.., C, D]` -> `[sp, .., w, D]`, zeros at pads: they must not reach a gradient."""
         sp_size, width = self.group.size, self.ownership.width
         padded = whole.new_zeros(*whole.shape[:-2], sp_size * width, whole.shape[-1])
-        padded.index_copy_(-2, self._places, whole)
+        padded = padded.index_copy(-2, self._places, whole)
         return padded.unflatten(-2, (sp_size, width)).movedim(-3, 0)
 
     @cached_property
@@ -154,9 +204,33 @@ class DecodeTravel(Travel):
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
         self.is_local = group.is_alone
+        self.rank, self.size = group.rank, group.size
 
     def parts_home(self, whole: Tensor) -> Tensor:
         return self.group.gather(whole)
 
     def own_runs(self, num_keys: int) -> list[tuple[slice, int]]:
         return super().own_runs(num_keys) if self.group.is_leader else []
+
+    def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part[:, :, self.group.rank] for part in parts]
+
+    def from_heads(self, whole: Tensor) -> Tensor:
+        return self.group.gather(whole).movedim(0, 2).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """`SequenceGroup.exchange`, which is its own transpose."""
+
+    @staticmethod
+    def forward(ctx, parts, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return group.exchange(parts)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        return ctx.group.exchange(grad_output), None
+
+
+def _exchange(parts: Tensor, group: SequenceGroup) -> Tensor:
+    return _Exchange.apply(parts, group)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention import attend_with
 from ..errors import DataError
 from ..state import ChunkCache, StateIsComplete, cotangent_dtype_for
+from .gated_deltanet import DeltaNetShape, mixing_with_our_state
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 
 _BEYOND_POSITIONS = (
@@ -46,7 +47,7 @@ class ChunkOutput:
 
     Attributes:
         hidden: `[B, C, E]`, after the final norm; empty, `[B, C, 0]`, where the forward ended with
-            the last layer's keys and values.
+            the last layer's state.
         router_logits: per expert layer `[B*C, num_experts]`; empty unless asked for.
     """
 
@@ -61,6 +62,7 @@ class Decoder:
         model: what was given.
         base: the causal LM below PEFT's wrapper.
         family: what `check_model` found.
+        recurrence: the sizes of its recurrent layers; None for attention alone.
         autocast: makes the context for forwards (mixed precision).
         fp32_head: whether logits are computed in fp32, outside `autocast`.
         cotangent_dtype: of the cotangents that `state_bytes` counts, see `EngineConfig`.
@@ -82,6 +84,7 @@ class Decoder:
             model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[assignment,operator]
         )
         self.family: Family = check_model(self.base)
+        self.recurrence = DeltaNetShape.from_config(self.config)
         self.autocast = autocast
         self.fp32_head = fp32_head
         self.cotangent_dtype = cotangent_dtype
@@ -98,6 +101,11 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return self.config.num_hidden_layers
+
+    @property
+    def recurrent_layers(self) -> frozenset[int]:
+        """Layers whose state is a snapshot, and not keys and values of each token."""
+        return self.recurrence.layers if self.recurrence is not None else frozenset()
 
     @property
     def device(self) -> torch.device:
@@ -137,6 +145,7 @@ class Decoder:
             self._is_attached = True
             stack.callback(setattr, self, "_is_attached", False)
             stack.enter_context(attend_with(self.decoder))
+            stack.enter_context(mixing_with_our_state(self.decoder))
             for layer in layers:
                 # Our caches only read, so a recomputed layer sees the same states.
                 layer._can_checkpoint_with_cache = True
@@ -212,9 +221,9 @@ class Decoder:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def state_bytes(self, num_tokens: int, with_cotangents: bool) -> int:
-        """Bytes that the state of `num_tokens` takes: keys and values of every layer.
+        """Bytes of the state that `num_tokens` add up to: keys and values of La attention layers.
 
-        L * 2 * K * D * itemsize     (+ L * 2 * K * D * 4 for fp32 cotangents, * 2 for bf16)
+        La * 2 * K * D * itemsize     (+ La * 2 * K * D * 4 for fp32 cotangents, * 2 for bf16)
         """
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -223,7 +232,25 @@ class Decoder:
         itemsize = dtype.itemsize
         if with_cotangents:
             itemsize += cotangent_dtype_for(dtype, self.cotangent_dtype).itemsize
-        return self.num_layers * 2 * heads * dim * itemsize * num_tokens
+        num_layers = self.num_layers - len(self.recurrent_layers)
+        return num_layers * 2 * heads * dim * itemsize * num_tokens
+
+    def snapshot_bytes(self, sp_size: int = 1, *, of_cotangents: bool = False) -> int:
+        """Bytes of one snapshot of all recurrent layers, on each of `sp_size` ranks.
+
+        Lr * (Hv * Dk * Dv * 4 + channels * (kernel - 1) * itemsize) / sp
+
+        Args:
+            of_cotangents: those of its cotangents instead, which are in fp32 altogether.
+        """
+        if self.recurrence is None:
+            return 0
+        dtype = self.base.dtype
+        sums = cotangent_dtype_for(dtype, "float32")
+        recurrent, conv = self.recurrence.snapshot_numel(sp_size)
+        per_layer = recurrent * sums.itemsize
+        per_layer += conv * (sums if of_cotangents else dtype).itemsize
+        return len(self.recurrence.layers) * per_layer
 
     def check_positions(self, num_positions: int) -> None:
         """Raise if the model was not made for this many positions."""

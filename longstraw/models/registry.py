@@ -46,6 +46,11 @@ _FAMILIES = (
     Family("gemma3_text", "sliding window"),
     Family("gpt_oss", "sinks, sliding window, experts", router_top_k="num_experts_per_tok"),
     Family("qwen3_moe", "experts", router_top_k="num_experts_per_tok"),
+    Family("qwen3_5_text", "Gated DeltaNet; also Qwen3.6"),
+    Family("qwen3_5", "the same, of which the vision tower gets no input"),
+    Family("qwen3_5_moe_text", "Gated DeltaNet, experts", router_top_k="num_experts_per_tok"),
+    Family("qwen3_5_moe", "the same, without vision", router_top_k="num_experts_per_tok"),
+    Family("qwen3_next", "Gated DeltaNet, experts", router_top_k="num_experts_per_tok"),
     Family("gpt2", "learned positions", can_checkpoint=False, has_learned_positions=True),
 )
 SERVED_FAMILIES = {family.model_type: family for family in _FAMILIES}

@@ -1,23 +1,19 @@
 """Captured state: pages, the store that holds them, and the cache that readers go through."""
 
-from .cache import (
-    CACHE_KWARG,
-    ChunkCache,
-    DecodeCache,
-    LayerHandle,
-    Reader,
-    RowRun,
-    StateIsComplete,
-)
+from .cache import ChunkCache, DecodeCache
 from .free_memory import FreeMemory
-from .pages import Page, cotangent_dtype_for
+from .pages import Page, Snapshot, cotangent_dtype_for
+from .reader import CACHE_KWARG, LayerHandle, Reader, RowRun, StateIsComplete
+from .recurrent import ChunkRecurrence, DecodeRecurrence
 from .segment_state import SegmentState
 from .store import PageStore
 
 __all__ = [
     "CACHE_KWARG",
     "ChunkCache",
+    "ChunkRecurrence",
     "DecodeCache",
+    "DecodeRecurrence",
     "FreeMemory",
     "LayerHandle",
     "Page",
@@ -25,6 +21,7 @@ __all__ = [
     "Reader",
     "RowRun",
     "SegmentState",
+    "Snapshot",
     "StateIsComplete",
     "cotangent_dtype_for",
 ]

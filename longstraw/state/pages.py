@@ -1,5 +1,7 @@
 """A page: keys and values of consecutive tokens in one layer, and the cotangents left on them.
 
+A recurrent layer has snapshots in their place: all that its later tokens read of the earlier ones.
+
 Pages know positions and bytes; they know nothing of models, segments or who reads them.
 """
 
@@ -95,16 +97,17 @@ class Page:
         tensors = (self.key, self.value, self.key_cotangent, self.value_cotangent)
         return sum(t.nbytes for t in tensors if t is not None)
 
-    def read(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key and value on `device` in `dtype`; the page itself where nothing has to change.
+    def read(self, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Key and value on `device` in `dtype` (None: in their own); the page itself where nothing
+        has to change.
 
         Blocks until the page is written. `PageStore.read` does not, and reads ahead.
         """
         if self.written is not None:
             self.written.synchronize()
         return (
-            self.key.to(device, dtype, non_blocking=True),
-            self.value.to(device, dtype, non_blocking=True),
+            self.key.to(device, dtype or self.key.dtype, non_blocking=True),
+            self.value.to(device, dtype or self.value.dtype, non_blocking=True),
         )
 
     def cotangents(self) -> tuple[Tensor, Tensor]:
@@ -117,3 +120,22 @@ class Page:
                 self.value, dtype=dtype
             )
         return self.key_cotangent, self.value_cotangent
+
+
+@dataclass(eq=False)
+class Snapshot(Page):
+    """State of a recurrent layer behind a chunk. It stands for all tokens up to there.
+
+    A page in all that concerns memory, with two other tensors. They hold no single tokens, so that
+    a reader takes the last snapshot before it and no other.
+
+    Attributes:
+        start: absolute position of the first token behind it.
+        key: the recurrent state, `[B, Hv, Dk, Dv]`, in fp32 (fp64 for fp64).
+        value: the last inputs of the convolution, `[B, channels, kernel - 1]`.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """None of its own."""
+        return 0

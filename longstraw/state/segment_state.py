@@ -1,4 +1,4 @@
-"""What capturing a segment leaves behind: per layer, the pages of each chunk.
+"""What capturing a segment leaves behind: per layer, the pages or the snapshot of each chunk.
 
 Knows layers, chunks and the history a segment continues; knows nothing of models or losses.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PromptStateError
 from ..segments import Chunk, Segment
-from .pages import Page
+from .pages import Page, Snapshot
 from .store import PageStore
 
 
@@ -23,6 +23,8 @@ class SegmentState:
         parent: the state that the segment continues, or None for a prompt.
         policy_version: the weights it was captured with.
         needs_cotangent: whether readers leave cotangents here, for this segment's own backward.
+        keeps_boundaries: whether recurrent layers keep the snapshot of every chunk, from which a
+            backward runs the next one again. Else only that of the last chunk, for children.
         awaits_members: whether members of its own are still to come; its backward waits for them.
         is_prompt: whether a group's prompt runs through it. Then it is no part of a response: what
             others leave here is the prompt's.
@@ -40,11 +42,13 @@ class SegmentState:
         *,
         parent: "SegmentState | None" = None,
         needs_cotangent: bool,
+        keeps_boundaries: bool = True,
     ) -> None:
         self.segment = segment
         self.parent = parent
         self.policy_version = policy_version
         self.needs_cotangent = needs_cotangent
+        self.keeps_boundaries = keeps_boundaries
         self.awaits_members = True
         self.is_prompt = False
         self.is_inner = False
@@ -55,6 +59,7 @@ class SegmentState:
         self._has_been_read = False
         # layer -> chunk index -> pages
         self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
+        self._held_chunks: set[int] = set()
 
     @cached_property
     def tokens_on_cpu(self) -> Tensor:
@@ -100,15 +105,27 @@ class SegmentState:
                 chunk; see `Travel.own_runs`.
         """
         start = self.segment.start + chunk.start
+        self._held_chunks.add(chunk.index)
         pages = self._pages[layer].setdefault(chunk.index, [])
         for columns, place in runs:
             pages += self._store.write(
                 key[..., columns, :], value[..., columns, :], start + place, self.needs_cotangent
             )
 
+    def append_snapshot(self, chunk: Chunk, layer: int, recurrent: Tensor, conv: Tensor) -> None:
+        """Copy a recurrent layer's state behind `chunk`; see `Snapshot` for the shapes."""
+        self._held_chunks.add(chunk.index)
+        position = self.segment.start + chunk.stop
+        if not self.keeps_boundaries:
+            for before in self._pages[layer].values():
+                self._store.release(before)
+            self._pages[layer].clear()
+        snapshot = self._store.write_snapshot(recurrent, conv, position, self.needs_cotangent)
+        self._pages[layer][chunk.index] = [snapshot]
+
     def holds(self, chunk: Chunk) -> bool:
         """Whether the chunk was captured; by this rank too if it owns none of its tokens."""
-        return chunk.index in self._pages[0]
+        return chunk.index in self._held_chunks
 
     def pages(self, layer: int, chunk: Chunk) -> list[Page]:
         """The pages of one chunk; none for a last chunk that was left out of the capture."""
@@ -116,6 +133,8 @@ class SegmentState:
 
     def history(self, layer: int, before_chunk: int | None = None) -> list[Page]:
         """Everything a reader sees: the parent's pages, then this segment's up to a chunk.
+
+        Of a recurrent layer that is the last snapshot.
 
         Args:
             before_chunk: index of the reading chunk when it is one of this segment's own; None for
@@ -129,8 +148,11 @@ class SegmentState:
                 f"the state of {self.segment.num_tokens:,} tokens was freed: a segment's backward "
                 "uses it up. Capture the segment again."
             )
+        own = self.own_pages(layer, before_chunk)
+        if own and isinstance(own[-1], Snapshot):
+            return own[-1:]
         inherited = self.parent.history(layer) if self.parent is not None else []
-        return inherited + self.own_pages(layer, before_chunk)
+        return inherited + own
 
     def own_pages(self, layer: int, before_chunk: int | None = None) -> list[Page]:
         """This segment's own part of `history`."""
@@ -141,6 +163,7 @@ class SegmentState:
     def free_chunk(self, chunk: Chunk) -> None:
         """Drop one chunk's pages and cotangents in every layer."""
         self._is_used_up = True
+        self._held_chunks.discard(chunk.index)
         for layer in self._pages:
             self._store.release(layer.pop(chunk.index, []))
 
@@ -149,6 +172,7 @@ class SegmentState:
         self._is_used_up = True
         self._has_been_read = False
         self.router_cotangent = None
+        self._held_chunks.clear()
         for layer in self._pages:
             for pages in layer.values():
                 self._store.release(pages)

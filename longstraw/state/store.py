@@ -6,6 +6,7 @@ Knows devices, budgets and bytes; knows nothing of layers or segments.
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from ..errors import ConfigError, MemoryPlanError
 from .free_memory import RESERVED_PART, FreeDisk, FreeMemory, ranks_on_node
 from .lanes import lanes_between
 from .page_files import PageFiles
-from .pages import Page, cotangent_dtype_for
+from .pages import Page, Snapshot, cotangent_dtype_for
 from .pinned import HostBuffers, PinnedPool
 from .spill import Spill
 from .staging import Staging
+
+AnyPage = TypeVar("AnyPage", bound=Page)
 
 
 class PageStore:
@@ -148,7 +151,7 @@ class PageStore:
         self,
         pages: Sequence[Page],
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         *,
         with_cotangents: bool = False,
     ) -> Iterator[tuple[Page, Tensor, Tensor]]:
@@ -157,6 +160,7 @@ class PageStore:
         The tensors are the reader's until it asks for the next page. One reader at a time.
 
         Args:
+            dtype: None for each tensor's own.
             with_cotangents: the reader will call `add_cotangent` for pages that need it.
         """
         staging = self._staging(device)
@@ -169,7 +173,8 @@ class PageStore:
             return
         for slot in staging.visit(pages, with_state=True, with_cotangents=with_cotangents):
             assert slot.page is not None and slot.key is not None and slot.value is not None
-            yield slot.page, slot.key.to(dtype), slot.value.to(dtype)
+            key, value = slot.key, slot.value
+            yield slot.page, key.to(dtype or key.dtype), value.to(dtype or value.dtype)
 
     def release(self, pages: Iterable[Page]) -> None:
         """Give the pages' bytes back. The caller drops its references.
@@ -190,6 +195,38 @@ class PageStore:
         if self.num_pages == 0:
             for staging in self._active_stagings():
                 staging.free()
+
+    # ---------------------------------------------------------------- snapshots
+
+    def write_snapshot(
+        self, recurrent: Tensor, conv: Tensor, position: int, needs_cotangent: bool
+    ) -> Snapshot:
+        """Copy a recurrent layer's state before `position` into a snapshot; see `Snapshot`."""
+        source = recurrent.detach(), conv.detach()
+        snapshot = self._new_page(*source, position, needs_cotangent, Snapshot)
+        try:
+            self._fill([snapshot], [source], self._staging(recurrent.device))
+        except BaseException:
+            self.release([snapshot])
+            raise
+        return snapshot
+
+    def read_snapshot(self, snapshot: Snapshot, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Recurrent state and convolution inputs on `device`, for as long as the caller holds them.
+
+        Not to be written to: where nothing has to be moved they are the snapshot itself.
+        """
+        found = [(r, c) for _, r, c in self.read([snapshot], device, None)][0]
+        # What was staged lies in a slot, which is the next page's from now on.
+        return found if self._staging(device) is None else (found[0].clone(), found[1].clone())
+
+    def add_snapshot_cotangent(
+        self, snapshot: Snapshot, recurrent_grad: Tensor, conv_grad: Tensor
+    ) -> None:
+        """Add a reader's gradient of both parts to the snapshot."""
+        device = recurrent_grad.device
+        for page, _, _ in self.read([snapshot], device, None, with_cotangents=True):
+            self.add_cotangent(page, recurrent_grad, conv_grad)
 
     # ---------------------------------------------------------------- cotangents
 
@@ -223,14 +260,16 @@ class PageStore:
         """What readers left on consecutive pages, as tensors like `key` and `value`.
 
         Args:
-            pages: of tokens that are neighbours in `key` and `value`, from the first on.
+            pages: of tokens that are neighbours in `key` and `value`, from the first on; or one
+                snapshot, with the two tensors that it was made of.
             key, value: `[B, K, T, D]`; shape, device and dtype count. Tokens behind those of the
                 pages get zeros.
         """
         staging = self._staging(key.device)
         left = [page for page in pages if page.key_cotangent is not None]
         self._begin_visit(left, with_state=False, with_cotangents=True)
-        is_full = sum(page.num_tokens for page in left) == key.shape[-2]
+        is_snapshot = bool(left) and isinstance(left[0], Snapshot)
+        is_full = is_snapshot or sum(page.num_tokens for page in left) == key.shape[-2]
         make = torch.empty_like if is_full else torch.zeros_like
         ends = list(accumulate(page.num_tokens for page in pages))
         columns = {
@@ -241,7 +280,7 @@ class PageStore:
         ]
 
         def targets(page: Page) -> tuple[Tensor, Tensor]:
-            run = columns[id(page)]
+            run = slice(None) if is_snapshot else columns[id(page)]
             return joined[0][..., run, :], joined[1][..., run, :]
 
         if staging is None:
@@ -262,11 +301,20 @@ class PageStore:
 
     # ---------------------------------------------------------------- new pages
 
-    def _new_page(self, key: Tensor, value: Tensor, start: int, needs_cotangent: bool) -> Page:
+    def _new_page(
+        self,
+        key: Tensor,
+        value: Tensor,
+        start: int,
+        needs_cotangent: bool,
+        kind: type[AnyPage] = Page,
+    ) -> AnyPage:
         """A page that may have memory, and as yet has none: shapes only."""
-        dtype = cotangent_dtype_for(key.dtype, self.cotangent_dtype)
+        # A snapshot has one reader per chunk, and its fp32 is what the recurrence adds up in.
+        setting = "float32" if kind is Snapshot else self.cotangent_dtype
+        dtype = cotangent_dtype_for(key.dtype, setting)
         shapes = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (key, value)]
-        page = Page(start, shapes[0], shapes[1], needs_cotangent, dtype)
+        page = kind(start, shapes[0], shapes[1], needs_cotangent, dtype)
         if self._spill is not None:
             if self._spill.limit_bytes is None:
                 self._set_limits(self._spill)

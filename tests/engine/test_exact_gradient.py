@@ -62,7 +62,7 @@ def test_engine_gives_the_full_sequence_gradient(family: str, prompt_gradient: s
 
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 13, 26, 52, 64, 500], ids="C{}".format)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_5"])
 def test_chunk_size_does_not_change_the_gradient(
     family: str, chunk_size: int, prompt_gradient: str
 ) -> None:
@@ -152,7 +152,7 @@ def _with_lora(model):
 
 @pytest.mark.parametrize("replay_batch", [1, 3], ids="B{}".format)
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_5", "qwen3_next"])
 def test_responses_longer_than_chunks_are_replayed_in_reverse(
     family: str, prompt_gradient: str, replay_batch: int
 ) -> None:
@@ -173,7 +173,7 @@ def test_responses_longer_than_chunks_are_replayed_in_reverse(
 
 
 @pytest.mark.parametrize("replay_batch", [1, 2], ids="B{}".format)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next"])
 def test_load_balancing_loss_reaches_every_token(family: str, replay_batch: int) -> None:
     """The routing sums of prompt and responses, each prompt counted once per member, give the
     auxiliary loss's gradient on all of them."""
