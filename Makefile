@@ -26,8 +26,8 @@ exact-vs-stopped: $(READY)  ## does the prompt's gradient matter? train with and
 bench: $(READY)  ## time and memory of stock TRL and LongStraw side by side: tables, and out/bench.png; options: ARGS="--groups 2,8"
 	.venv/bin/python examples/bench.py --output_dir $(OUT) $(ARGS)
 
-test: $(READY)  ## run the test suite (CPU); for one test: .venv/bin/python -m pytest -k NAME
-	.venv/bin/python -m pytest
+test: $(READY)  ## run the test suite (CPU, two workers); for one test: .venv/bin/python -m pytest -k NAME
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## lint, format and types; changes nothing
 	.venv/bin/ruff check .

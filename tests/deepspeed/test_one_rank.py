@@ -15,7 +15,7 @@ import torch
 
 from tests.deepspeed.one_rank import CELLS, RESULT, jobs
 from tests.trl.parity import TOLERANCE, ModelPath, Outcome, train, worst_parameter
-from tests.trl.ranks import free_port, rank_environment
+from tests.trl.ranks import free_port, patience, rank_environment
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Records = Callable[[str], dict[str, dict[str, Any]]]
@@ -35,7 +35,7 @@ def records(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> 
                 environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
             command = [sys.executable, "-m", "tests.deepspeed.one_rank"]
             command += [str(model_path(num_hidden_layers=2)), str(out)]
-            subprocess.run(command, env=environment, timeout=300, check=True)
+            subprocess.run(command, env=environment, timeout=patience(300), check=True)
             found[device] = torch.load(out / RESULT)
         return found[device]
 

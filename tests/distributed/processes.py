@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.trl.ranks import free_port, rank_environment
+from tests.trl.ranks import free_port, patience, rank_environment
 
 _POLL_SECONDS = 0.05
 
@@ -50,7 +50,7 @@ def run_until_end(
                 subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
     ended: dict[int, tuple[int | None, float]] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patience(timeout)
     while not ended.keys() >= set(until) and time.monotonic() < deadline:
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:

@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.fault_program import TIMEOUT_SECONDS
 from tests.distributed.processes import Ended, run_until_end
 from tests.trl.parity import ModelPath
-from tests.trl.ranks import base_environment
+from tests.trl.ranks import base_environment, patience
 
 PROGRAM = ["-m", "tests.distributed.fault_program"]
 TIMEOUT = 150
@@ -59,7 +59,7 @@ def test_a_launcher_is_not_faster_than_the_message(model_path: ModelPath, tmp_pa
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=patience(TIMEOUT),
         check=False,
     )
     assert done.returncode != 0

@@ -18,6 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from tests.trl.parity import TWO_LAYERS, prompts_dataset, save_model, word_tokenizer
+from tests.trl.ranks import free_port, patience
 from tests.trl.test_deepspeed_checks import arguments
 from trl_integration.deepspeed_checks import check_deepspeed_config
 
@@ -112,6 +113,7 @@ def launch(folder: Path, configuration: str, **options: Any) -> subprocess.Compl
     }
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+        + ["--main_process_port", str(free_port())]
         + ["--config_file", f"ds_configs/accelerate/{configuration}", "examples/train_grpo.py"]
         + [str(word) for name, value in options.items() for word in (f"--{name}", value)],
         cwd=ROOT,
@@ -124,7 +126,7 @@ def launch(folder: Path, configuration: str, **options: Any) -> subprocess.Compl
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

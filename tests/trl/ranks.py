@@ -4,6 +4,7 @@ Knows processes and their logs; knows nothing of what they do.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ import psutil
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 30
+_FIRST_PORT, _NUM_PORTS = 20_000, 500
+_numbers = itertools.count(os.getpid())
 
 
 class RanksError(AssertionError):
@@ -34,7 +37,7 @@ def run_ranks(
 
     Args:
         logs: a folder for `rank0.log`, `rank1.log`, ...
-        timeout: seconds until all must have ended.
+        timeout: seconds until all must have ended; see `patience`.
 
     Raises:
         RanksError: with the number and the last lines of each rank that failed, or of those that
@@ -55,7 +58,7 @@ def run_ranks(
                 )
             )
     try:
-        _wait(processes, paths, time.monotonic() + timeout)
+        _wait(processes, paths, time.monotonic() + patience(timeout))
     finally:
         for process in processes:
             process.kill()
@@ -114,7 +117,7 @@ def run_accelerate(
             [*command, *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        code = launcher.wait(timeout)
+        code = launcher.wait(patience(timeout))
     except subprocess.TimeoutExpired:
         running = _running_ranks(launcher.pid)
         for process in running.values():
@@ -194,8 +197,22 @@ def base_environment() -> dict[str, str]:
     }
 
 
+def patience(seconds: float) -> float:
+    """`seconds` on idle cores, and as many times that as workers of pytest-xdist share them."""
+    return seconds * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on and no other worker of pytest-xdist is given.
+
+    Not one of the system's choice (port 0): it chooses from the same range for every connection and
+    every process, and rank 0 listens seconds later. It leaves alone what is below 32768.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = _FIRST_PORT + worker % 20 * _NUM_PORTS
+    for number in itertools.islice(_numbers, _NUM_PORTS):
+        port = first + number % _NUM_PORTS
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise RanksError(f"ports {first} to {first + _NUM_PORTS - 1} are all in use; end what has them")
