@@ -5,6 +5,9 @@
         --dataset_name my-org/my-dataset --reward_funcs my_package.rewards.exact_match \
         --output_dir out --num_generations 8 --max_completion_length 1024
 
+QLoRA takes `--load_in_4bit --use_bnb_nested_quant --use_peft --lora_target_modules all-linear`
+(`pip install bitsandbytes`); arithmetic is in `--dtype`.
+
 `--dataset_name` may be a local file as well (.jsonl, .json, .parquet, .csv). Each row has a
 `prompt`; where it contains `{document}`, the text of the row's `document_file` is put there.
 

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -237,6 +237,17 @@ class ResumableGRPOTrainer(SequenceParallelGRPOTrainer):
                 "later generations come after other steps than in the uninterrupted run, and "
                 "metrics gathered since the last log are lost."
             )
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        # PEFT makes the adapters that it loads fp32. TRL has made those on quantized weights bf16.
+        loaded = cast(nn.Module, self.model if model is None else model)
+        dtypes = {n: p.dtype for n, p in loaded.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in loaded.named_parameters():
+            if name in dtypes:
+                parameter.data = parameter.data.to(dtypes[name])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # `Trainer` makes the next step before it asks whether there should be one, so a finished

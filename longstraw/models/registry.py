@@ -76,6 +76,7 @@ def check_model(model: PreTrainedModel) -> Family:
         )
     _check_rope(config)
     _check_dropout(model)
+    _keep_weights_differentiable(model)
     return family
 
 
@@ -86,11 +87,17 @@ def check_checkpointing(model: PreTrainedModel, family: Family) -> None:
     refuse_checkpointing(family)
     for module in model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
-        if function is not None and getattr(function, "keywords", {}).get("use_reentrant"):
+        if function is None:
+            continue
+        # Unsaid is not False: torch then takes the re-entrant form.
+        use_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
+        if use_reentrant is not False:
+            found = "re-entrant" if use_reentrant else "on without a word on use_reentrant"
             raise ConfigError(
-                "gradient checkpointing is re-entrant, which runs a layer twice without its "
-                "graph's inputs. Set "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+                f"gradient checkpointing is {found}; the re-entrant form runs a layer twice "
+                "without its graph's inputs. Set "
+                'gradient_checkpointing_kwargs={"use_reentrant": False} (of the trainer\'s config, '
+                "and of PEFT's prepare_model_for_kbit_training)."
             )
 
 
@@ -133,6 +140,24 @@ def _rope_types(parameters: Any) -> Iterator[str]:
         yield parameters["rope_type"]
     for value in parameters.values():
         yield from _rope_types(value)
+
+
+def _keep_weights_differentiable(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing 4-bit weights for inference, in place, in eval mode.
+
+    It does so on CPUs with AVX512-BF16; the packed form has no backward.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        state = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                f"the 4-bit weights of {name} are packed for inference on this CPU, which a "
+                "forward in eval mode does, and cannot be differentiated any more. Load the model "
+                "anew, and call model.train() before its first forward."
+            )
 
 
 def _check_dropout(model: nn.Module) -> None:

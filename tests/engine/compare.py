@@ -80,6 +80,7 @@ def worst_error(ours: Gradients, reference: Gradients) -> tuple[float, str]:
     for name in reference.keys() | ours.keys():
         zero = torch.zeros(())
         difference = (ours.get(name, zero) - reference.get(name, zero)).abs().max()
+        assert torch.isfinite(difference), name  # else NaN would lose every comparison
         size = torch.clamp(reference.get(name, zero).abs().max(), min=1e-9 * largest)
         worst = max(worst, (float(difference / size), name))
     return worst
