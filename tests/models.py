@@ -34,9 +34,8 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-# Every other layer is recurrent, one of them right before the last layer and one at the bottom.
 _GATED_DELTANET = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,  # every other layer is recurrent, the one at the bottom first
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,

@@ -324,6 +324,8 @@ FAMILIES = {
     "ZeRO-3, tied embeddings": Job(_family("smollm2"), 3),
     "ZeRO-3, tied embeddings, reference": Job(_family("smollm2", _BETA), 3),
     "ZeRO-3, gemma2": Job(_family("gemma2"), 3),
+    "ZeRO-2, qwen3_5": Job(_family("qwen3_5"), 2),
+    "ZeRO-3, qwen3_5": Job(_family("qwen3_5"), 3),
 }
 _EXPERTS = _SGD.but(router_aux_loss_coef=0.0)
 EXPERTS = {

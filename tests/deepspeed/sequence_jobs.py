@@ -166,7 +166,11 @@ _RAGGED = [
 UNEQUAL_PAIRS = TWO_PAIRS.named(
     {name: TWO_PAIRS.job(RAGGED[name], ("ragged", name)) for name in _RAGGED}
 )
-_MODELS = {"ZeRO-3, gemma2": "families", "ZeRO-3, qwen3_moe": "experts"}
+_MODELS = {
+    "ZeRO-3, gemma2": "families",
+    "ZeRO-3, qwen3_5": "families",
+    "ZeRO-3, qwen3_moe": "experts",
+}
 MODELS = TWO_PAIRS.named(
     {
         name: TWO_PAIRS.job(AGAINST_UNION[launch][name], (launch, name))

@@ -107,6 +107,25 @@ STOPPED = {"prompt_gradient": "stopped"}
 ZIGZAG = {"sp_layout": "zigzag"}
 
 
+def _hybrids() -> dict[str, Case]:
+    """Heads are divided in place of tokens where a layer is recurrent."""
+    hybrid = Case("qwen3_5")
+    return {
+        "qwen3_5, chunks of 2": hybrid.but(chunk_size=2),
+        "qwen3_5, zigzag, chunks of 7": hybrid.but(chunk_size=7, **ZIGZAG),
+        "qwen3_5, fewer tokens than ranks": Case("qwen3_5", SHORT),
+        "qwen3_5, responses of several chunks together": Case("qwen3_5", LONG_RESPONSES).but(
+            replay_batch=3
+        ),
+        "qwen3_5, shared turns": Case("qwen3_5", turns=True).but(min_shared_tokens=4),
+        "qwen3_5, checkpointing, host pages": replace(
+            hybrid.but(page_device="host"), checkpointing=True
+        ),
+        "qwen3_5, LoRA, stopped": replace(hybrid.but(**STOPPED), lora=True),
+        "qwen3_5_moe, load-balancing loss": Case("qwen3_5_moe", config={"router_statistics": True}),
+    }
+
+
 def _options() -> dict[str, Case]:
     """What works together with shared prompts."""
     llama = Case()
@@ -138,6 +157,7 @@ def _options() -> dict[str, Case]:
         "load-balancing loss": moe,
         "load-balancing loss, zigzag": moe.but(**ZIGZAG),
         "groups in two calls": replace(llama, num_calls=2),
+        **_hybrids(),
         "gap measured": llama.but(log_gradient_gap=True, **STOPPED),
     }
 
@@ -147,7 +167,7 @@ _EVERY_FAMILY = {
     for family in FAMILIES
     for mode in ("exact", "stopped")
     # The others' stopped gradient differs from llama's in nothing that ranks share.
-    if mode == "exact" or family in ("llama", "gemma3", "gpt_oss", "qwen3_moe")
+    if mode == "exact" or family in ("llama", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_5")
 }
 
 

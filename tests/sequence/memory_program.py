@@ -28,6 +28,7 @@ def run(sp_size: int) -> dict[str, Any]:
             for layout in LAYOUTS
             for shape in (EVEN, UNEVEN)
         },
+        "hybrid": hybrid_bytes(sp_size) if sp_size <= 2 else None,  # it has two key heads
         "received": {name: received_bytes(sp_size, name) for name in receiving(sp_size)},
         "peaks": {chunk_size: peak_bytes(sp_size, chunk_size) for chunk_size in PEAK_CHUNKS},
     }
@@ -66,6 +67,17 @@ def state_bytes(sp_size: int, layout: str, shape: tuple[int, int]) -> dict[str, 
         "peak": engine.store.peak_bytes,
         "told": engine.ledger.state_bytes,
     }
+
+
+def hybrid_bytes(sp_size: int) -> dict[str, int]:
+    """Of a model whose recurrent layers are divided by heads: what is held, and what comes."""
+    engine = make_engine(tiny_model("qwen3_5"), sp_size, EVEN[1])
+    group, meter = group_of(EVEN[0]), Meter(engine.axes.sequence)
+    engine.capture(group.prompt_ids)
+    meter.read("received for the capture")
+    captured = engine.store.bytes_in_use
+    engine.accumulate([group], RandomLoss([group]))
+    return {**meter.found, "captured": captured, "peak": engine.store.peak_bytes}
 
 
 # ---------------------------------------------------------------- from other ranks

@@ -85,6 +85,26 @@ def test_uneven_shares_differ_by_a_token_per_run(
         assert abs(num_owned - prompt_len / num_ranks) < most
 
 
+def test_recurrent_state_is_divided_by_heads(together: Together, alone: dict[str, Any]) -> None:
+    """A hybrid, 256 tokens in chunks of 64: half of one process's bytes, snapshots included, after
+    a capture and at the peak of an update.
+
+    For the capture a rank receives, in each of two recurrent layers, half of what C / 2 tokens
+    give to convolution and recurrence (2 * 2 * 8 + 4 * 6 features, and 4 for each of two gates)
+    and half of what comes out (4 * 6); in the one attention layer that is not the last what
+    `travel.py` says.
+    """
+    one = alone["hybrid"]
+    tokens = EVEN[0] // 2
+    recurrent = 2 * tokens * (56 + 8 + 24) // 2 * 4
+    attention = NUM_HEADS * tokens * (HEAD_DIM * 4 + 4 * (HEAD_DIM + 1))
+    for record in together(2, "memory"):
+        found = record["hybrid"]
+        assert found["captured"] == one["captured"] / 2
+        assert found["peak"] == one["peak"] / 2
+        assert found["received for the capture"] == recurrent + attention
+
+
 # ---------------------------------------------------------------- tensors
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.sequence import rollout_program
 from tests.sequence.conftest import Together
-from tests.sequence.rollout_program import FAMILIES
+from tests.sequence.rollout_program import FAMILIES, families
 
 SIZES = (2, 3)
 KINDS = tuple(f"{what}{how}" for what in ("", "rows, ", "turns, ") for how in ("greedy", "sampled"))
@@ -23,8 +23,9 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize(
+    ("num_ranks", "family"), [(size, family) for size in SIZES for family in families(size)]
+)
 def test_all_ranks_decode_what_one_process_decodes(
     num_ranks: int, family: str, kind: str, together: Together, alone: dict[str, Any]
 ) -> None:
@@ -40,7 +41,7 @@ def test_ranks_go_on_with_the_leaders_random_state(
     num_ranks: int, together: Together, alone: dict[str, Any]
 ) -> None:
     for record in together(num_ranks, "rollout"):
-        for family in FAMILIES:
+        for family in families(num_ranks):
             assert record[family]["drawn next"] == alone[family]["drawn next"]
 
 
@@ -50,7 +51,7 @@ def test_turns_continue_what_is_held(
 ) -> None:
     """As many captures, of as many tokens, as in one process."""
     for record in together(num_ranks, "rollout"):
-        for family in FAMILIES:
+        for family in families(num_ranks):
             for what in ("num_captures", "tokens"):
                 assert record[family][what] == alone[family][what]
 

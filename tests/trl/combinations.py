@@ -337,6 +337,36 @@ COMBINATIONS: dict[str, Combination] = {
     "gemma3, sliding window": Combination(
         Setting("gemma3", {**GEMMA3, "sliding_window": 6}), Setting("gemma3", GEMMA3)
     ),
+    # Gated DeltaNet below attention.
+    "qwen3_5": Combination(Setting("qwen3_5"), None),
+    "qwen3_5, LoRA, adamw": Combination(Setting("qwen3_5", trainer=lora(), config=ADAMW), None),
+    "qwen3_5, checkpointing, half a group at a time, beta": Combination(
+        Setting(
+            "qwen3_5",
+            config={
+                **KL,
+                "gradient_checkpointing": True,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+            },
+        ),
+        None,
+    ),
+    "qwen3_5_moe, auxiliary loss": Combination(
+        Setting("qwen3_5_moe", config={"router_aux_loss_coef": 0.5}),
+        Setting("qwen3_5_moe", config={"router_aux_loss_coef": 0.0}),
+    ),
+    "qwen3_next, auxiliary loss, half a group at a time": Combination(
+        Setting(
+            "qwen3_next",
+            config={
+                "router_aux_loss_coef": 0.5,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+            },
+        ),
+        Setting("qwen3_next", config={"router_aux_loss_coef": 0.0}),
+    ),
     "qwen2": Combination(Setting("qwen2"), None),
     "qwen3": Combination(Setting("qwen3"), None),
     "smollm3": Combination(Setting("smollm3", {}), None),
