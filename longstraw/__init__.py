@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .distributed import RankAxes, RankWatch, SequenceGroup, rank_axes
     from .distributed.launch import check_ranks, connect_cpu_ranks, launched_ranks
-    from .engine import Engine, FinalizeReport, UpdateReport
+    from .drift import PromptDrift
+    from .engine import Engine
     from .errors import (
         ConfigError,
         DataError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .members import GroupScores
     from .models import SERVED_FAMILIES, RouterSums, load_balancing_loss
+    from .reports import FinalizeReport, UpdateReport
     from .rollout import generate, generate_rows
     from .segments import PromptGroup, Segment
 
@@ -41,7 +43,8 @@ __version__ = "0.1.0"
 _HOME = {
     "RanksAbortedError": "errors",
     "RankLostError": "errors",
-    "FinalizeReport": "engine",
+    "FinalizeReport": "reports",
+    "PromptDrift": "drift",
     "check_ranks": "distributed.launch",
     "connect_cpu_ranks": "distributed.launch",
     "launched_ranks": "distributed.launch",
@@ -71,7 +74,7 @@ _HOME = {
     "ShapeError": "errors",
     "StalePromptStateError": "errors",
     "UnsupportedModelError": "errors",
-    "UpdateReport": "engine",
+    "UpdateReport": "reports",
     "generate": "rollout",
     "generate_rows": "rollout",
     "is_of_the_group": "errors",
@@ -92,6 +95,7 @@ __all__ = [
     "MemoryPlanError",
     "PageFileError",
     "PageRoomError",
+    "PromptDrift",
     "PromptGroup",
     "PromptStateError",
     "RankAxes",

@@ -5,6 +5,7 @@ its batches, and however a conversation grows: what continues a held segment bec
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,16 +13,29 @@ from torch import Tensor
 from .state import PageStore, SegmentState
 
 
+@dataclass
+class _Use:
+    """When a state was captured and last asked for, in optimizer steps."""
+
+    captured_step: int
+    used_step: int
+
+
 class CapturedSegments:
     """States of segments, least recently used first, as a forest.
 
     A state is *pending* when members or children were replayed and its own backward is still to
     come. Pending states, and those that others continue, are not dropped to make room.
+
+    Attributes:
+        step: optimizer steps so far; ages are counted in them.
     """
 
     def __init__(self, store: PageStore) -> None:
+        self.step = 0
         self._store = store
-        self._states: list[SegmentState] = []
+        self._states: dict[SegmentState, _Use] = {}
+        self._runs_version: object = None
 
     @property
     def peak_bytes(self) -> int:
@@ -36,28 +50,37 @@ class CapturedSegments:
         Args:
             token_ids: 1-D, on the CPU. Its last token is in no state, see `find`.
         """
-        path: list[SegmentState] = []
-        here = [s for s in self.roots() if s.policy_version == version]
-        start = 0
-        while True:
-            rest = token_ids[start:-1]
-            fits = [s for s in here if 0 < s.segment.num_tokens and _begins(s, rest)]
-            if not fits:
-                break
-            path.append(max(fits, key=lambda s: s.segment.num_tokens))
-            start, here = path[-1].segment.end, self.children(path[-1])
-        for state in path:
-            self._touch(state)
+        path = self._walk(token_ids, version)
+        self._touch(path)
         return path
 
     def find(self, token_ids: Tensor, version: object) -> SegmentState | None:
         """The state of `token_ids[:-1]` under `version`, if it is held. `token_ids` on the CPU."""
         if token_ids.numel() == 1:  # the state of no token
             empty = [s for s in self.roots() if s.segment.num_tokens == 0]
-            return next((s for s in empty if s.policy_version == version), None)
-        path = self.path(token_ids, version)
-        is_whole = bool(path) and path[-1].segment.end == token_ids.numel() - 1
-        return path[-1] if is_whole else None
+            path = [s for s in empty if s.policy_version == version][:1]
+        else:
+            path = self._walk(token_ids, version)
+        if not path or path[-1].segment.end != token_ids.numel() - 1:
+            return None
+        self._touch(path)
+        return path[-1]
+
+    def _walk(self, token_ids: Tensor, version: object) -> list[SegmentState]:
+        path: list[SegmentState] = []
+        here = self.roots()
+        start = 0
+        while True:
+            rest = token_ids[start:-1]
+            fits = [
+                s
+                for s in here
+                if s.policy_version == version and 0 < s.segment.num_tokens and _begins(s, rest)
+            ]
+            if not fits:
+                return path
+            path.append(max(fits, key=lambda s: s.segment.num_tokens))
+            start, here = path[-1].segment.end, self.children(path[-1])
 
     def roots(self) -> list[SegmentState]:
         """States that begin a sequence."""
@@ -79,19 +102,47 @@ class CapturedSegments:
         """Whether it, or anything that continues it, waits for its own backward."""
         return state.has_cotangent or any(self.is_pending(c) for c in self.children(state))
 
+    def age(self, state: SegmentState) -> int:
+        """Optimizer steps since the oldest part of what a reader of `state` sees was captured."""
+        return self.step - min(self._states[s].captured_step for s in state.lineage())
+
     # ---------------------------------------------------------------- holding
 
     def hold(self, state: SegmentState) -> None:
         """Keep a captured segment until it is dropped."""
-        assert state.parent is None or any(state.parent is s for s in self._states)
-        self._states.append(state)
+        assert state.parent is None or state.parent in self._states
+        if self._runs_version is not None and not state.is_prompt:
+            state.policy_version = self._runs_version
+        self._states[state] = _Use(self.step, self.step)
+
+    def run_members_with(self, version: object) -> None:
+        """Say which weights members' own runs are of from now on, whatever their prompts' are.
+
+        Runs of other weights are dropped. Only for prompts that are marked `is_prompt` as they are
+        captured; what is not a prompt is then a run of members.
+        """
+        self._runs_version = version
+        for state in self.states():
+            if not state.is_prompt and state.policy_version != version:
+                self.drop(state)
+
+    def end_step(self, *, keeps_unused: bool) -> None:
+        """Count an optimizer step; of prompts, free those that it has not asked for.
+
+        Args:
+            keeps_unused: leave those until their room is needed.
+        """
+        for state in self.states():
+            if not keeps_unused and self._states[state].used_step < self.step:
+                self.drop(state)
+        self.step += 1
 
     def drop(self, state: SegmentState) -> None:
         """Free a state, and all that continue it: they cannot be read without it."""
         for child in self.children(state):
             self.drop(child)
         state.free()
-        self._states = [other for other in self._states if other is not state]
+        self._states.pop(state, None)
 
     def drop_unused(
         self,
@@ -105,11 +156,10 @@ class CapturedSegments:
                 return
             self.drop(unused)
 
-    def drop_stale(self, version: object) -> None:
-        """Free every state of other weights."""
-        for state in self.states():
-            if state.policy_version != version:
-                self.drop(state)
+    def drop_new(self) -> None:
+        """Drop what was captured since the last optimizer step and can be captured again."""
+        old = [s for s, use in self._states.items() if use.captured_step < self.step]
+        self.drop_unused(keep=old)
 
     def make_room(self, num_bytes: int, keep: Sequence[SegmentState] = ()) -> None:
         """Drop states that can be captured again until `num_bytes` more fit."""
@@ -128,9 +178,11 @@ class CapturedSegments:
         is_kept = any(state is kept for kept in keep)
         return not (is_kept or state.has_cotangent or self.children(state))
 
-    def _touch(self, state: SegmentState) -> None:
-        self._states.remove(state)
-        self._states.append(state)
+    def _touch(self, path: Sequence[SegmentState]) -> None:
+        for state in path:
+            use = self._states.pop(state)
+            use.used_step = self.step
+            self._states[state] = use
 
 
 def _begins(state: SegmentState, token_ids: Tensor) -> bool:

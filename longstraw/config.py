@@ -12,11 +12,14 @@ ATTENTION_IMPLS = ("auto", "reference", "torch_flash")
 PAGE_DEVICES = ("model", "host")
 COTANGENT_DTYPES = ("float32", "bfloat16")
 SP_LAYOUTS = ("block_cyclic", "zigzag")
+PROMPT_REFRESHES = ("every_step", "never")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How prompts are captured, held and replayed. None of these change an exact gradient.
+
+    `prompt_refresh` changes the policy that it is the gradient of.
 
     Attributes:
         prompt_gradient: "exact": every parameter's gradient equals the full-sequence step's.
@@ -51,6 +54,14 @@ class EngineConfig:
         fp32_head: compute logits in fp32 under mixed precision too; needs an fp32 head.
         log_gradient_gap: measure what "stopped" leaves out; costs a prompt backward and one copy
             of the gradients.
+        prompt_refresh: for how many optimizer steps a prompt's captured state is read unchanged.
+            1 or "every_step": every step makes it stale. N: steps s to s + N - 1 read what step s
+            captured; it is of older weights than the responses, so "exact" is not to be had.
+            "never": prompts (but for their last token, which is run with the responses) are run
+            with adapters switched off, whose training changes nothing of their state; another
+            policy than one that is adapted everywhere, with an exact gradient.
+        log_prompt_drift: measure how far the scores on the state in use are from those on one that
+            is captured now, adapters on: one more capture and scoring per `accumulate`.
         router_statistics: keep the routing sums that an auxiliary load-balancing loss needs.
         sp_size: ranks that share one prompt: each owns, runs and keeps a part of every chunk's
             tokens (sequence parallel). 1: each rank has prompts of its own. The number of processes
@@ -76,6 +87,8 @@ class EngineConfig:
     temperature: float = 1.0
     fp32_head: bool = False
     log_gradient_gap: bool = False
+    prompt_refresh: int | str = 1
+    log_prompt_drift: bool = False
     router_statistics: bool = False
     sp_size: int = 1
     sp_layout: Literal["block_cyclic", "zigzag"] = "block_cyclic"
@@ -101,6 +114,7 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: a whole number of at least 1 is needed.")
+        self._check_refresh()
         if self.sp_size > self.chunk_size:
             raise ConfigError(
                 f"sp_size={self.sp_size} with chunk_size={self.chunk_size}: a chunk is divided "
@@ -127,10 +141,62 @@ class EngineConfig:
         if self.spill_dir is not None and not os.fspath(self.spill_dir):
             raise ConfigError("spill_dir='': name a folder, or None to keep all pages in memory.")
 
+    def _check_refresh(self) -> None:
+        steps = self.refresh_steps
+        if steps is None or steps == 1:
+            return
+        reads = (
+            f"prompt_refresh={self.prompt_refresh!r} reads a prompt's state in {steps} optimizer "
+            "steps, of which all but the first have other weights than it was captured with"
+        )
+        way_out = (
+            "or refresh it every step, or never (prompt_refresh='never', with adapters, where no "
+            "weight that is trained takes part in the prompt)."
+        )
+        if self.prompt_gradient == "exact":
+            raise ConfigError(
+                f"{reads}: prompt_gradient='exact' would need a backward through weights that are "
+                "gone. Set prompt_gradient='stopped' (longstraw_prompt_gradient in the trainer), "
+                f"{way_out}"
+            )
+        if self.log_gradient_gap:
+            raise ConfigError(
+                f"{reads}: log_gradient_gap=True would need a backward through weights that are "
+                "gone. Leave it out (log_prompt_drift says how far the scores are off), "
+                f"{way_out}"
+            )
+
+    @property
+    def refresh_steps(self) -> int | None:
+        """Optimizer steps for which a prompt's state is read; None for "never" refreshed.
+
+        Raises:
+            ConfigError: `prompt_refresh` is none of what it may be.
+        """
+        refresh = self.prompt_refresh
+        if refresh == "never":
+            return None
+        if refresh == "every_step":
+            return 1
+        if isinstance(refresh, str) and refresh.isdecimal():
+            refresh = int(refresh)
+        if isinstance(refresh, int) and not isinstance(refresh, bool) and refresh >= 1:
+            return refresh
+        near = difflib.get_close_matches(str(self.prompt_refresh), PROMPT_REFRESHES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"prompt_refresh={self.prompt_refresh!r} is unknown; choose one of "
+            f"{', '.join(PROMPT_REFRESHES)}, or a whole number of optimizer steps.{hint}"
+        )
+
     @property
     def needs_prompt_backward(self) -> bool:
-        """Whether the prompt's own backward runs, for the gradient or to measure the gap."""
-        return self.prompt_gradient == "exact" or self.log_gradient_gap
+        """Whether the prompt's own backward runs, for the gradient or to measure the gap.
+
+        Not where prompts are run without adapters: no weight that is trained takes part in them.
+        """
+        is_wanted = self.prompt_gradient == "exact" or self.log_gradient_gap
+        return is_wanted and self.refresh_steps is not None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineConfig":

@@ -10,56 +10,28 @@ and its gradient with respect to them is all that the replays need.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longstraw_kernels.page_attention import available_impl
-
 from .backends import Backend, TorchBackend
 from .branches import Branch, grow_branches
 from .captured import CapturedSegments
+from .checks import check_backend
 from .config import EngineConfig
 from .distributed import LockStep, Pass, RankAxes, RankWatch, rank_axes
-from .errors import ConfigError, StalePromptStateError
+from .drift import PromptDriftMeter
+from .errors import StalePromptStateError
 from .gradient_gap import GradientGap
 from .ledger import Ledger
 from .members import GroupScores, MemberPasses
 from .models import Decoder, PolicyVersion, RouterSums
 from .passes import SegmentLoss, SegmentPasses
+from .refresh import PromptRefresh
+from .reports import FinalizeReport, UpdateReport, describe
 from .segments import PromptGroup, Segment
 from .state import PageStore, SegmentState
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What one `accumulate` did.
-
-    Attributes:
-        loss: the loss function's value, detached.
-        num_replayed, num_skipped: members with and without a gradient of their own.
-    """
-
-    loss: Tensor
-    num_replayed: int
-    num_skipped: int
-
-
-@dataclass(frozen=True)
-class FinalizeReport:
-    """The gradient of one optimizer step.
-
-    Attributes:
-        is_finite: False if it held NaN or infinity: it was taken away and the step will change
-            nothing. None where the optimizer decides that itself.
-        gap: `relative` and `cosine` of the gradient gap, when it is measured.
-    """
-
-    is_finite: bool | None
-    gap: dict[str, float] | None
-
 
 LossFunction = Callable[[list[GroupScores]], Tensor]
 
@@ -112,6 +84,7 @@ class Engine:
         self.axes: RankAxes = rank_axes(self.config.sp_size, timeout_seconds)
         self.store = PageStore.from_config(self.config, self.decoder.device, self.axes.sequence)
         self.captured = CapturedSegments(self.store)
+        self.refresh = PromptRefresh(self.decoder, self.captured, self.config)
         self.backend = backend or TorchBackend()
         self._timeout_seconds = timeout_seconds
         self._meet_ranks()
@@ -125,7 +98,13 @@ class Engine:
             self.decoder, self.captured, self._passes, self.ledger, self.config
         )
         self._gap = GradientGap()
-        self._step = 0
+        self._drift = PromptDriftMeter(
+            lambda ids, keep: self._capture_run(ids, None, keep, with_adapters=True),
+            self.captured,
+            self._members,
+            self.store,
+            self.ledger,
+        )
         self.drive_with(self.backend)
 
     def drive_with(self, backend: Backend) -> None:
@@ -134,18 +113,7 @@ class Engine:
         Raises:
             ConfigError: an option, or the model, asks for what this backend does not have.
         """
-        if self.config.log_gradient_gap and not backend.keeps_gradients:
-            raise ConfigError(
-                "log_gradient_gap=True (longstraw_log_gradient_gap in the trainer) compares whole "
-                "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
-                "LoRA under stage 2."
-            )
-        if Pass.SCORE in backend.turns and any(self.decoder.head.children()):
-            raise ConfigError(
-                f"the head is a {type(self.decoder.head).__name__} of several modules, whose "
-                "weights ZeRO-3 would bring together for each slice of rows, and ranks have "
-                "different numbers of slices. Leave the head out of target_modules, or use ZeRO-2."
-            )
+        check_backend(self.config, self.decoder, backend)
         if self.lockstep.world_size != RankWatch().world_size:
             self._meet_ranks()  # the process group is younger than this engine
         self.backend = backend
@@ -161,21 +129,7 @@ class Engine:
 
     def describe(self) -> str:
         """One line on how this engine runs, for logs."""
-        config, decoder = self.config, self.decoder
-        device = decoder.device
-        attention = config.attention
-        if attention == "auto":
-            attention = f"auto ({available_impl(device)} where it can)"
-        per_token = decoder.state_bytes(1, with_cotangents=config.needs_prompt_backward)
-        shared = ""
-        if config.sp_size > 1:
-            shared = f" over {config.sp_size} ranks ({config.sp_layout})"
-        return (
-            f"{decoder.family.model_type} on {device}, {config.prompt_gradient} prompt gradient, "
-            f"chunks of {config.chunk_size:,} tokens, pages of {config.page_size:,} on "
-            f"{self.store.describe()}, {per_token:,} bytes of state per prompt token{shared}, "
-            f"attention {attention}, {self.backend.describe(decoder.trainable_parameters())}"
-        )
+        return describe(self.config, self.decoder, self.store, self.refresh, self.backend)
 
     # ---------------------------------------------------------------- the update
 
@@ -183,7 +137,8 @@ class Engine:
         """Add the gradient of `loss_of` over these groups to what the backend accumulates.
 
         The loss may couple members and groups in any way. It is called once, with graph-free
-        values that require grad; nothing of the model's graph exists meanwhile. Collective: with
+        values that require grad; nothing of the model's graph exists meanwhile. To measure the
+        prompts' drift it is called once more, without autograd. Collective: with
         several ranks all call this, the same number of times; those that share a prompt
         (`sp_size`) with the same groups and the same loss.
 
@@ -199,14 +154,21 @@ class Engine:
         After an error nothing is left of what was accumulated since the last optimizer step.
         """
         parameters = self.decoder.trainable_parameters()
+        fresh = drift = None
         with self.decoder.attached(), self._all_or_nothing():
             self.backend.begin_update(parameters)
             with self.lockstep.together("capture and scoring", has_passes=True):
                 self._check_same(groups)
                 states = self._capture_all(groups, for_backward=True)
                 scores = [self._members.score(s, g) for s, g in zip(states, groups, strict=True)]
+                age = max(map(self.captured.age, states), default=0)
+            if self.config.log_prompt_drift:
+                with self.lockstep.together("prompt drift", has_passes=True):
+                    fresh = self._drift.score(groups, states)
             with self.lockstep.together("the loss", has_collectives=True):
                 loss, losses = self._differentiate(loss_of, scores)
+                if fresh is not None:
+                    drift = self._drift.compare(groups, loss_of, (loss, scores), fresh)
             with self.lockstep.together("replay", has_passes=True):
                 replayed = 0
                 for state, group, cotangents in zip(states, groups, losses, strict=True):
@@ -218,7 +180,7 @@ class Engine:
                 for state in dict.fromkeys(states):
                     self._finish_prompt(state)
         total = sum(len(group.completion_ids) for group in groups)
-        return UpdateReport(loss, replayed, total - replayed)
+        return UpdateReport(loss, replayed, total - replayed, age, drift)
 
     def finalize(self) -> FinalizeReport:
         """End the accumulation before the optimizer's step. Collective under data parallelism.
@@ -263,23 +225,27 @@ class Engine:
             yield
 
     def weights_changed(self) -> None:
-        """Say that the weights were updated: every captured state is stale and freed."""
-        self._step += 1
-        self.captured.drop_stale(self.policy_version)
+        """Say that the optimizer took a step: captured state that is stale now is freed."""
+        self.captured.end_step(keeps_unused=self.refresh.keeps_unused)
+        self.refresh.drop_stale(self._weights)
 
-    def release(self, prompt_ids: Tensor | None = None) -> None:
-        """Free the state of one prompt, or of all that wait for no backward."""
+    def release(self, prompt_ids: Tensor | None = None, *, only_new: bool = False) -> None:
+        """Free the state of one prompt, or of all that wait for no backward.
+
+        Args:
+            only_new: of these, what was captured since the last optimizer step.
+        """
         if prompt_ids is None:
-            self.captured.drop_unused()
+            self.captured.drop_new() if only_new else self.captured.drop_unused()
             return
-        held = self.captured.find(prompt_ids.cpu(), self.policy_version)
+        held = self.refresh.find(prompt_ids.cpu(), self._weights)
         if held is not None:
             self.captured.release(held)
 
     # ---------------------------------------------------------------- 1. capture
 
     def capture(self, prompt_ids: Tensor, keep: Sequence[SegmentState] = ()) -> SegmentState:
-        """The state of `prompt_ids[:-1]` under the current weights, captured if it is not held.
+        """The state of `prompt_ids[:-1]`, captured under the current weights if none is held.
 
         What it has in common with a held state is not run again; the rest continues that.
 
@@ -291,33 +257,46 @@ class Engine:
             MemoryPlanError: the state would not fit.
         """
         self.decoder.check_positions(prompt_ids.numel())
-        on_cpu, version = prompt_ids.cpu(), self.policy_version
-        held = self.captured.find(on_cpu, version)
+        on_cpu = prompt_ids.cpu()
+        held = self.refresh.find(on_cpu, self._weights)
         if held is not None:
             return held
-        path = self.captured.path(on_cpu, version)
+        path = self.captured.path(on_cpu, self.policy_version)
         parent = path[-1] if path else None
         start = parent.segment.end if parent is not None else 0
         return self._capture_run(prompt_ids[start:-1], parent, keep)
 
     def _capture_run(
-        self, token_ids: Tensor, parent: SegmentState | None, keep: Sequence[SegmentState] = ()
+        self,
+        token_ids: Tensor,
+        parent: SegmentState | None,
+        keep: Sequence[SegmentState] = (),
+        *,
+        with_adapters: bool = False,
     ) -> SegmentState:
-        """The state of `token_ids` `[T]` behind `parent`."""
+        """The state of `token_ids` `[T]` behind `parent`; adapters are as the policy has them."""
         start = parent.segment.end if parent is not None else 0
         segment = Segment(token_ids[None], (token_ids.numel(),), start)
         kept = keep if parent is None else (*keep, parent)
-        self.captured.make_room(self._passes.state_bytes(segment.num_tokens), kept)
+        # What continues a prompt may turn out to be a part of responses, which have a backward.
+        has_backward = self.config.needs_prompt_backward or parent is not None
+        needed = self._passes.state_bytes(segment.num_tokens, keeps_boundaries=has_backward)
+        self.captured.make_room(needed, kept)
         state = self._passes.new_state(
             segment,
             self.policy_version,
             parent,
             needs_cotangent=self.config.needs_prompt_backward,
+            keeps_boundaries=has_backward,
         )
+        # What is kept over steps is no part of a response, which other weights run.
+        state.is_prompt = self.refresh.spans_steps
+        adapters = nullcontext() if with_adapters else self.refresh.capturing()
         with ExitStack() as undo:
             undo.callback(state.free)
             with self.decoder.attached(), self.ledger.phase("capture", segment.num_tokens) as bar:
-                self._passes.capture(state, bar)
+                with adapters:
+                    self._passes.capture(state, bar)
             undo.pop_all()
         self.captured.hold(state)
         self.ledger.num_captures += 1
@@ -334,11 +313,14 @@ class Engine:
             prompts: each `[P]` on the model's device.
         """
         version = self.policy_version
+        prompts = [p for p in prompts if not self.refresh.is_settled(p.cpu(), self._weights)]
         branches = grow_branches(
             [prompt.cpu() for prompt in prompts],
             min_shared=self.config.min_shared_tokens,
             candidates=[s for s in self.captured.roots() if s.policy_version == version],
-            held=self.captured.children,
+            held=lambda state: [
+                s for s in self.captured.children(state) if s.policy_version == version
+            ],
         )
         for branch in branches:
             self._capture_inner(branch, None, prompts)
@@ -361,9 +343,14 @@ class Engine:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """What a state captured now would be labelled with."""
+        """What a prompt's state captured now would be labelled with."""
+        return self.refresh.label(self._weights)
+
+    @property
+    def _weights(self) -> PolicyVersion:
+        """The weights of now, adapters included."""
         writes = self.backend.count_writes(self.decoder.trainable_parameters())
-        return self.decoder.policy_version(self._step, writes)
+        return self.decoder.policy_version(self.captured.step, writes)
 
     def _capture_all(
         self, groups: Sequence[PromptGroup], *, for_backward: bool
@@ -372,6 +359,8 @@ class Engine:
         for group in groups:
             longest = max((ids.numel() for ids in group.completion_ids), default=0)
             self.decoder.check_positions(group.prompt_len + longest)
+        if self.refresh.spans_steps:
+            self.captured.run_members_with(self._weights)
         self.capture_shared([group.prompt_ids for group in groups])
         states: list[SegmentState] = []
         for group in groups:
@@ -458,8 +447,8 @@ class Engine:
         self.axes.sequence.check_same([*tensors, *masks, endings], what)
 
     def _check_fresh(self, state: SegmentState) -> None:
-        version = self.policy_version
-        if state.policy_version != version:
+        version = self._weights
+        if not self.refresh.is_valid(state.policy_version, version):
             raise StalePromptStateError(
                 f"prompt state was captured at {state.policy_version}, the policy is at {version}. "
                 "A replay needs the weights of the capture. Capture again after changing weights "
@@ -483,14 +472,20 @@ class Engine:
             self._finish_prompt(parent)
 
     def _run_prompt_backward(self, state: SegmentState) -> None:
-        """The prompt's own backward from what members and children left, then free its state."""
+        """The prompt's own backward from what members and children left; its state is used up.
+
+        State that the next steps may read has none, and stays.
+        """
         if self.config.needs_prompt_backward and state.has_cotangent:
             self._check_fresh(state)
             loss = SegmentLoss(router_probs=state.router_cotangent)
             tokens = state.segment.token_ids.numel()
             with self._measuring_gap(), self.ledger.phase("prompt_backward", tokens) as bar:
                 self._passes.backward(state, loss, bar)
-        self.captured.drop(state)
+        if state.is_prompt and self.refresh.spans_steps:
+            state.router_cotangent = None  # it was held constant
+        else:
+            self.captured.drop(state)
 
     def _measuring_gap(self) -> AbstractContextManager[None]:
         if not self.config.log_gradient_gap:

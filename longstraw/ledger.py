@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-PHASES = ("rollout", "capture", "score", "loss", "replay", "prompt_backward")
+PHASES = ("rollout", "capture", "score", "prompt_drift", "loss", "replay", "prompt_backward")
 """The phases of an update in their order."""
 
 _BAR_FROM_TOKENS = 1024
@@ -59,12 +59,14 @@ class Ledger:
         self._announce = announce
         self.state_bytes = 0
         self.num_captures = 0
+        self._measurement: str | None = None
         self._taken: dict[str, float] = {}
         self._records = {phase: PhaseRecord(phase) for phase in PHASES}
 
     @contextmanager
     def phase(self, name: str, tokens: int) -> Iterator["tqdm"]:
         """Account for what runs inside; yields a bar to `update` by tokens done."""
+        name = self._measurement or name
         record = self._records[name]
         show = self.progress and tokens >= _BAR_FROM_TOKENS
         if self._announce is not None:
@@ -80,6 +82,20 @@ class Ledger:
             record.tokens += tokens
             record.calls += 1
             record.peak_bytes = max(record.peak_bytes, _peak_bytes(self.device))
+
+    @contextmanager
+    def measuring(self, name: str) -> Iterator[None]:
+        """Account for phases inside under `name`: they are no part of the update.
+
+        What they capture does not count in `num_captures`.
+        """
+        num_captures = self.num_captures
+        self._measurement = name
+        try:
+            yield
+        finally:
+            self._measurement = None
+            self.num_captures = num_captures
 
     def note_state(self, num_bytes: int) -> None:
         """Keep the most bytes of state that were held."""

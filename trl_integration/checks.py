@@ -39,7 +39,8 @@ def check_config(args: "LongStrawGRPOConfig") -> None:
             "(for example per_device_train_batch_size=1 with gradient_accumulation_steps="
             f"{args.num_generations})."
         )
-    for is_found, reason in [*_refusals(args), *_refusals_to_groups(args)]:
+    refusals = [*_refusals(args), *_refusals_to_groups(args), *_refusals_to_refresh(args)]
+    for is_found, reason in refusals:
         if is_found:
             raise ConfigError(reason)
 
@@ -121,6 +122,63 @@ def _refusals_to_groups(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
             "would count several times. Leave it out: losses are tensors.",
         ),
     ]
+
+
+def _refusals_to_refresh(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
+    """Of options by which another policy would generate than the one that is trained."""
+    is_never = args.longstraw_prompt_refresh == "never"
+    return [
+        (
+            is_never and args.use_vllm,
+            "use_vllm=True with longstraw_prompt_refresh='never': vLLM would generate with the "
+            "adapter on in the prompt, which is another policy than the one that is trained. Leave "
+            "it out: responses are decoded from captured prompts.",
+        ),
+        (
+            is_never and not args.longstraw_shared_rollout,
+            "longstraw_shared_rollout=False with longstraw_prompt_refresh='never': TRL would "
+            "generate with the adapter on in the prompt, which is another policy than the one that "
+            "is trained. Leave it out: responses are decoded from captured prompts.",
+        ),
+    ]
+
+
+def check_refreshed_rollout(
+    args: "LongStrawGRPOConfig",
+    *,
+    has_tools: bool = False,
+    has_environment: bool = False,
+    has_context_tokens: bool = False,
+    own_generation: str | None = None,
+) -> None:
+    """Raise if a rollout cannot be that of a policy whose prompts are not refreshed every step.
+
+    Args:
+        has_context_tokens: whether completions hold tokens that are not the policy's own.
+        own_generation: why TRL generates, and not the engine.
+    """
+    config = args.to_engine_config()
+    if config.refresh_steps == 1:
+        return
+    turns = {
+        "tools": has_tools,
+        "environment_factory": has_environment,
+        "a rollout_func with an env_mask": has_context_tokens,
+    }
+    found = [name for name, is_found in turns.items() if is_found]
+    refresh = f"longstraw_prompt_refresh={args.longstraw_prompt_refresh!r}"
+    if found:
+        raise ConfigError(
+            f"{found[0]} with {refresh}: each turn continues the one before it, so the policy's "
+            "own earlier turns would be read as a prompt that is not refreshed. Leave "
+            "longstraw_prompt_refresh at 'every_step', or train on one turn."
+        )
+    if own_generation is not None and config.refresh_steps is None:
+        raise ConfigError(
+            f"{own_generation} with {refresh}: TRL would generate with the adapter on in the "
+            "prompt, which is another policy than the one that is trained. Leave it out, so that "
+            "responses are decoded from captured prompts."
+        )
 
 
 def check_dataset(dataset: Any, name: str, has_environment: bool, folder: str | None) -> None:

@@ -32,8 +32,9 @@ class LongStrawGRPOConfig(GRPOConfig):
     """Settings of `LongStrawGRPOTrainer`.
 
     Every field of `GRPOConfig` keeps its meaning and its default. The added ones say how prompts
-    are captured, held and replayed; none of them changes an exact gradient. Options that the engine
-    cannot honour raise a `ConfigError` here, with the reason.
+    are captured, held and replayed; none of them changes an exact gradient, and
+    `longstraw_prompt_refresh` alone the policy that it is of. Options that the engine cannot honour
+    raise a `ConfigError` here, with the reason.
 
     Example:
         >>> args = LongStrawGRPOConfig(output_dir="out", num_generations=8,
@@ -121,6 +122,22 @@ class LongStrawGRPOConfig(GRPOConfig):
         metadata={
             "help": "Log how far the stopped gradient is from the exact one. Costs the prompt's "
             "backward and one copy of the gradients."
+        },
+    )
+    longstraw_prompt_refresh: str = field(
+        default="every_step",
+        metadata={
+            "help": "For how many optimizer steps a prompt's captured state is read: 'every_step' "
+            "(one), a number (the state is then of older weights than the responses, which needs "
+            "longstraw_prompt_gradient='stopped'), or 'never' refreshed (prompts are run with the "
+            "adapter switched off, so that its training does not change them)."
+        },
+    )
+    longstraw_log_prompt_drift: bool = field(
+        default=False,
+        metadata={
+            "help": "Log how far loss and log-probs on the prompt state in use are from those on "
+            "one captured now. Costs one more capture and scoring of each micro-batch."
         },
     )
     longstraw_accumulate: str = field(
@@ -265,6 +282,8 @@ class LongStrawGRPOConfig(GRPOConfig):
             temperature=self.temperature,
             fp32_head=self.cast_lm_head_to_fp32,
             log_gradient_gap=self.longstraw_log_gradient_gap,
+            prompt_refresh=self.longstraw_prompt_refresh,
+            log_prompt_drift=self.longstraw_log_prompt_drift,
             router_statistics=router_statistics,
             sp_size=self.longstraw_sp_size,
             sp_layout=self.longstraw_sp_layout,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from ..errors import DataError
 from ..state import ChunkCache, StateIsComplete, cotangent_dtype_for
 from .gated_deltanet import DeltaNetShape, mixing_with_our_state
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
+from .run_as import run_as
 
 _BEYOND_POSITIONS = (
     ", extend the positions (model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', ...}, "
@@ -193,16 +194,8 @@ class Decoder:
         that `function` projects with `logits`.
         """
         head = self.head
-        is_own = "forward" in vars(head)  # accelerate puts a forward on the instance
         self._project = head.forward
-        head.forward = function
-        try:
-            return head(hidden)
-        finally:
-            if is_own:
-                head.forward = self._project
-            else:
-                del head.forward
+        return run_as(head, function, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[N, E]` -> `[N, V]` in fp32 (fp64 for fp64), with the model's final softcap.

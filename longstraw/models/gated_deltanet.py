@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, PromptStateError
 from ..state import ChunkRecurrence, DecodeRecurrence
+from .run_as import run_as
 
 MAX_INDEX = 2**31
 """Elements that flash-linear-attention's kernels can index."""
@@ -210,13 +211,17 @@ def _convolve(module: Any, x: Tensor, tail: Tensor | None, heads: _Heads) -> tup
     if tail is None:
         tail = x.new_zeros(*x.shape[:2], num_before)
     inputs = torch.cat([tail.to(x.dtype), x], dim=-1)
-    weight, bias = module.conv1d.weight, module.conv1d.bias
-    out = _function(module, "causal_conv1d_fn")(
-        inputs,
-        heads.channels(weight).squeeze(1),
-        None if bias is None else heads.channels(bias),
-        activation=module.activation,
-    )
+    filters: nn.Conv1d = module.conv1d
+
+    def convolve(inputs: Tensor) -> Tensor:
+        return _function(module, "causal_conv1d_fn")(
+            inputs,
+            heads.channels(filters.weight).squeeze(1),
+            None if filters.bias is None else heads.channels(filters.bias),
+            activation=module.activation,
+        )
+
+    out = run_as(filters, convolve, inputs)
     return out[..., num_before:].transpose(1, 2), inputs[..., -num_before:]
 
 

@@ -1,8 +1,10 @@
 """The state of Gated DeltaNet layers: what it is, what it costs, and that no part of it is lost.
 
 Their gradients are compared with the definition in `test_exact_gradient`, as for every family.
+Errors by chunk: `pytest tests/engine/test_gated_deltanet.py --log-cli-level=INFO`.
 """
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from longstraw import ConfigError, Engine, EngineConfig, PromptStateError, generate, generate_rows
+from longstraw.audit import PeakTensorBytes
 from longstraw.models.gated_deltanet import DeltaNetShape
 from longstraw.state import PageStore, Snapshot
 from longstraw.state.recurrent import ChunkRecurrence
@@ -17,11 +20,13 @@ from tests.engine.compare import (
     RandomLoss,
     engine_gradients,
     full_sequence_gradients,
+    gradients,
     random_groups,
     worst_error,
 )
 from tests.models import Float64Islands, tiny_model
 
+logger = logging.getLogger("tests.gated_deltanet")
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 RECURRENT = (0, 2)
 """Layers of the tiny models; the others attend."""
@@ -77,6 +82,23 @@ def test_readers_never_change_a_snapshot() -> None:
 
 
 # ---------------------------------------------------------------- no part is lost
+
+
+@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_chunks_of_any_size_give_the_full_sequence_gradient(
+    family: str, prompt_gradient: str
+) -> None:
+    """Chunks of 1, 2 and 3 tokens, shorter than the convolution's filter, one that fits no length,
+    and one that exceeds all; four ragged members, responses of one to five tokens. fp64."""
+    groups = random_groups([(14, (5, 1, 2, 3))])
+    model = tiny_model(family).double()
+    expected = full_sequence_gradients(model, groups, prompt_gradient=prompt_gradient)
+    for chunk_size in (1, 2, 3, 5, 100):
+        options = config(chunk_size=chunk_size, page_size=2, prompt_gradient=prompt_gradient)
+        error, name = worst_error(engine_gradients(model, groups, options), expected)
+        logger.info(f"| {family} | {prompt_gradient} | {chunk_size} | {error:.1e} | {name} |")
+        assert error <= 1e-9, f"chunks of {chunk_size}: {name}"
 
 
 @pytest.mark.parametrize("lost", ["recurrent", "conv"])
@@ -211,9 +233,15 @@ def test_where_snapshots_lie_does_not_change_a_bit(change: dict[str, Any], tmp_p
     if "state_budget_bytes" in change:
         change = {**change, "spill_dir": str(tmp_path)}
     base = engine_gradients(tiny_model("qwen3_5").double(), groups, config())
-    ours = engine_gradients(tiny_model("qwen3_5").double(), groups, config(**change))
+    model = tiny_model("qwen3_5").double()
+    engine = Engine(model, config(**change))
+    with Float64Islands():
+        engine.accumulate(groups, RandomLoss(groups))
+        engine.finalize()
+    found = gradients(model)
     for name, grad in base.items():
-        assert torch.equal(ours[name], grad), name
+        assert torch.equal(found[name], grad), name
+    assert (engine.store.peak_disk_bytes > 0) == ("spill_dir" in change)
 
 
 def test_turns_of_a_stopped_prompt_keep_their_boundaries() -> None:
@@ -233,6 +261,39 @@ def test_turns_of_a_stopped_prompt_keep_their_boundaries() -> None:
         engine.finalize()
     found = {n: p.grad for n, p in model.named_parameters()}
     assert worst_error(found, expected)[0] <= 1e-9
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_long_response_takes_the_graph_of_one_block(family: str) -> None:
+    """The LongStraw paper replays 8,192 tokens as four blocks of 2,048 in reverse; here 1,024 as
+    four of 256. Beside the response's own state the peak is that of a response of one block within
+    5 %, and less than half of that in a single pass."""
+    peaks = {}
+    for response_len, chunk_size in ((256, 256), (1024, 256), (1024, 1024)):
+        model = tiny_model(family)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # as in every step but the first
+        (group,) = random_groups([(33, (response_len,))])
+        engine = Engine(model, config(chunk_size=chunk_size, prompt_gradient="stopped"))
+        loss_of = RandomLoss([group])
+        with PeakTensorBytes() as counter:
+            engine.accumulate([group], loss_of)
+        peaks[response_len, chunk_size] = counter.peak_bytes - engine.store.peak_bytes
+    assert peaks[1024, 256] <= 1.05 * peaks[256, 256]
+    assert peaks[1024, 256] < 0.5 * peaks[1024, 1024]
+
+
+def test_a_recurrent_last_layer_ends_the_forward_with_its_state() -> None:
+    """Of prompt tokens its output is dead work, as an attention layer's is."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    model = tiny_model("qwen3_5", num_hidden_layers=3, layer_types=kinds).double()
+    groups = random_groups([(40, (5, 9))])
+    expected = full_sequence_gradients(model, groups)
+    seen = []
+    model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, x: seen.append(x[0].shape[1]))
+    ours = engine_gradients(model, groups, config(replay_batch=1))
+    assert worst_error(ours, expected)[0] <= 1e-9
+    assert sum(seen) == 2 * (5 + 9)  # scored and replayed
 
 
 # ---------------------------------------------------------------- decoding

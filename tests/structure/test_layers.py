@@ -21,7 +21,8 @@ LAYERS = [
     {"attention"},
     {"models"},
     {"backends"},
-    {"passes", "captured", "branches", "members", "gradient_gap"},
+    {"passes", "captured", "branches", "members", "gradient_gap", "refresh", "drift"},
+    {"checks", "reports"},
     {"engine"},
     {"rollout", "planner", "audit"},
     {"longstraw"},  # the package itself: longstraw/__init__.py names what users import

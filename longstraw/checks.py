@@ -1,0 +1,34 @@
+"""What an engine refuses of whatever drives its backwards."""
+
+from .backends import Backend
+from .config import EngineConfig
+from .distributed import Pass
+from .errors import ConfigError
+from .models import Decoder
+
+
+def check_backend(config: EngineConfig, decoder: Decoder, backend: Backend) -> None:
+    """Raise if an option, or the model, asks for what `backend` does not have.
+
+    Raises:
+        ConfigError: with the option, the reason and what to use instead.
+    """
+    if config.log_gradient_gap and not backend.keeps_gradients:
+        raise ConfigError(
+            "log_gradient_gap=True (longstraw_log_gradient_gap in the trainer) compares whole "
+            "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
+            "LoRA under stage 2."
+        )
+    if Pass.SCORE in backend.turns and any(decoder.head.children()):
+        raise ConfigError(
+            f"the head is a {type(decoder.head).__name__} of several modules, whose "
+            "weights ZeRO-3 would bring together for each slice of rows, and ranks have "
+            "different numbers of slices. Leave the head out of target_modules, or use ZeRO-2."
+        )
+    if Pass.CAPTURE in backend.turns and config.refresh_steps is None:
+        raise ConfigError(
+            "prompt_refresh='never' (longstraw_prompt_refresh in the trainer) runs prompts without "
+            "adapters, and ZeRO-3 brings an adapter's weights together in every forward of every "
+            "rank, also of those that have no prompt to run. Use ZeRO-2, or refresh prompts every "
+            "step or every few steps."
+        )
