@@ -33,6 +33,7 @@ class Arguments:
 
     prompt_tokens: int = field(default=1_048_576, metadata={"help": "Tokens of the prompt."})
     exact: bool = field(default=False, metadata={"help": "The gradient through the prompt too."})
+    layers: int = field(default=8, metadata={"help": "Layers; every fourth attends."})
     chunk_size: int = field(default=8192, metadata={"help": "Tokens run at a time."})
     page_size: int = field(default=4096, metadata={"help": "Tokens per page."})
 
@@ -66,8 +67,8 @@ def main(args: Arguments) -> None:
         sp_size=size,
         progress=not dist.is_initialized() or dist.get_rank() == 0,
     )
-    short = update(config, SHORT)
-    found = update(config, args.prompt_tokens)
+    short = update(config, args.layers, SHORT)
+    found = update(config, args.layers, args.prompt_tokens)
     predicted = short.peak_bytes + found.formula_bytes - short.formula_bytes
     print(
         f"{args.prompt_tokens:,} tokens, {config.prompt_gradient}, {size} rank(s)\n"
@@ -82,9 +83,9 @@ def main(args: Arguments) -> None:
         dist.destroy_process_group()
 
 
-def update(config: EngineConfig, prompt_tokens: int) -> Update:
+def update(config: EngineConfig, num_layers: int, prompt_tokens: int) -> Update:
     """The gradient of one group, and what it took."""
-    model, group = make_model(), group_of(prompt_tokens)
+    model, group = make_model(num_layers), group_of(prompt_tokens)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # as in every step but the first
     engine = Engine(model, config)
@@ -106,14 +107,14 @@ def update(config: EngineConfig, prompt_tokens: int) -> Update:
     )
 
 
-def make_model() -> nn.Module:
-    """A random hybrid of eight layers, the same on every rank."""
+def make_model(num_layers: int) -> nn.Module:
+    """A random hybrid, the same on every rank."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
         vocab_size=256,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=8,
+        num_hidden_layers=num_layers,
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=16,

@@ -59,7 +59,8 @@ class EngineConfig:
             captured; it is of older weights than the responses, so "exact" is not to be had.
             "never": prompts (but for their last token, which is run with the responses) are run
             with adapters switched off, whose training changes nothing of their state; another
-            policy than one that is adapted everywhere, with an exact gradient.
+            policy than one that is adapted everywhere, with an exact gradient. Prompts that a step
+            does not use are freed after it, unless `state_budget_bytes` says how much may stay.
         log_prompt_drift: measure how far the scores on the state in use are from those on one that
             is captured now, adapters on: one more capture and scoring per `accumulate`.
         router_statistics: keep the routing sums that an auxiliary load-balancing loss needs.
@@ -150,8 +151,8 @@ class EngineConfig:
             "steps, of which all but the first have other weights than it was captured with"
         )
         way_out = (
-            "or refresh it every step, or never (prompt_refresh='never', with adapters, where no "
-            "weight that is trained takes part in the prompt)."
+            "or refresh it every step, or 'never', with adapters, where no weight that is trained "
+            "takes part in the prompt."
         )
         if self.prompt_gradient == "exact":
             raise ConfigError(

@@ -279,7 +279,8 @@ class Engine:
         segment = Segment(token_ids[None], (token_ids.numel(),), start)
         kept = keep if parent is None else (*keep, parent)
         # What continues a prompt may turn out to be a part of responses, which have a backward.
-        has_backward = self.config.needs_prompt_backward or parent is not None
+        is_turn = parent is not None and not self.refresh.spans_steps
+        has_backward = self.config.needs_prompt_backward or is_turn
         needed = self._passes.state_bytes(segment.num_tokens, keeps_boundaries=has_backward)
         self.captured.make_room(needed, kept)
         state = self._passes.new_state(
@@ -368,6 +369,8 @@ class Engine:
         for state in states:
             for before in state.lineage():
                 before.is_prompt = True
+                if not before.needs_cotangent:
+                    before.drop_boundaries()
         runs: list[int] = []
         if for_backward and self.config.needs_prompt_backward:
             # What prompts share is in the lineage of each.

@@ -151,6 +151,7 @@ class SegmentPasses:
                 cache, output = self._forward(state, chunk, state_only=self._may_end_early)
             self._keep(state, chunk, cache)
             self._add_router_sums(state, chunk, output)
+            del cache, output  # before the next chunk's are made
             if not but_last:  # else the backward that follows counts these tokens
                 bar.update(state.segment.num_rows * chunk.num_tokens)
 
@@ -165,12 +166,14 @@ class SegmentPasses:
         """
         parts, chunks = [], self._chunks(state)
         for chunk in chunks:
+            is_kept = keep or chunk is not chunks[-1]
             with self._turn(Pass.SCORE):
-                cache, output = self._forward(state, chunk)
+                cache, output = self._forward(state, chunk, keeps_state=is_kept)
                 parts.append(self._score(chunk, output, targets[:, chunk.start : chunk.stop]))
             self._add_router_sums(state, chunk, output)
-            if keep or chunk is not chunks[-1]:
+            if is_kept:
                 self._keep(state, chunk, cache)
+            del cache, output
             bar.update(state.segment.num_rows * chunk.num_tokens)
         if not keep:
             state.free()
@@ -195,7 +198,10 @@ class SegmentPasses:
         tokens = loss.cotangents(chunk)
         with torch.enable_grad():
             cache, output = self._forward(
-                state, chunk, state_only=self._may_end_early and tokens is None
+                state,
+                chunk,
+                state_only=self._may_end_early and tokens is None,
+                keeps_state=state.holds(chunk),
             )
             roots, cotangents = [], []
             for root, cotangent in (
@@ -265,7 +271,12 @@ class SegmentPasses:
         return state.segment.chunks(self.config.chunk_size)
 
     def _forward(
-        self, state: SegmentState, chunk: Chunk, *, state_only: bool = False
+        self,
+        state: SegmentState,
+        chunk: Chunk,
+        *,
+        state_only: bool = False,
+        keeps_state: bool = True,
     ) -> tuple[ChunkCache, ChunkOutput]:
         segment = state.segment
         start = segment.start + chunk.start
@@ -280,7 +291,7 @@ class SegmentPasses:
             travel=(travel := self._travel(chunk)),
             recurrent_layers=self.decoder.recurrent_layers,
         )
-        cache = ChunkCache(reader, state_only=state_only)
+        cache = ChunkCache(reader, state_only=state_only, keeps_state=keeps_state)
         output = self.decoder.run_chunk(
             travel.take(segment.token_ids[:, chunk.start : chunk.stop], 0),
             travel.positions(start),

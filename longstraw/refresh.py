@@ -40,6 +40,7 @@ class PromptRefresh:
 
     def __init__(self, decoder: Decoder, captured: CapturedSegments, config: EngineConfig) -> None:
         self.num_steps = config.refresh_steps
+        self._writes: int | None = None  # when a state was last asked for
         self._decoder = decoder
         self._captured = captured
         self._has_budget = config.state_budget_bytes is not None
@@ -82,6 +83,7 @@ class PromptRefresh:
         Args:
             token_ids: 1-D, on the CPU.
         """
+        self._writes = now.writes
         held = {state.policy_version for state in self._captured.roots()}
         valid = [v for v in held if isinstance(v, PolicyVersion) and self.is_valid(v, now)]
         for version in sorted(valid, key=lambda version: version.step):
@@ -100,13 +102,14 @@ class PromptRefresh:
     def drop_stale(self, now: PolicyVersion) -> None:
         """Free what may not be read under the weights `now`, and label what may be.
 
-        Ages are counted in announced steps, so ranks agree on them.
+        Ages are counted in announced steps, so ranks agree on them. What a write that nobody
+        announced has made stale stays so.
         """
+        before, self._writes = self._writes, now.writes
         for state in self._captured.states():
             version = state.policy_version
             if self.spans_steps and state.is_prompt and isinstance(version, PolicyVersion):
-                if version.adapters == now.adapters and self.num_steps is not None:
-                    # The step that wrote was announced; a write that was not still makes it stale.
+                if version.adapters == now.adapters and version.writes == before:
                     state.policy_version = version = replace(version, writes=now.writes)
                 if self.is_valid(version, now):
                     continue
@@ -137,10 +140,10 @@ def _check_adapters(model: nn.Module) -> None:
     adapted: Any = model
     if not hasattr(adapted, "disable_adapter"):
         raise ConfigError(
-            "prompt_refresh='never' runs prompts with adapters switched off, and this "
-            f"{type(model).__name__} has none: its training changes what prompts leave behind. "
-            "Train an adapter (peft_config=LoraConfig(...) in the trainer), or refresh prompts "
-            "every step or every few steps."
+            "prompt_refresh='never' (longstraw_prompt_refresh in the trainer) runs prompts with "
+            f"PEFT's adapters switched off, and this {type(model).__name__} has none: its training "
+            "changes what prompts leave behind. Train an adapter (peft_config=LoraConfig(...) in "
+            "the trainer), or refresh prompts every step or every few steps."
         )
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with adapted.disable_adapter():
@@ -150,8 +153,8 @@ def _check_adapters(model: nn.Module) -> None:
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ConfigError(
-            "prompt_refresh='never' needs prompts that training does not change, and these "
-            f"parameters are trained and stay on without adapters: {shown}. Freeze them "
-            "(LoraConfig(bias='none'); modules_to_save trains a copy that is switched off), or "
-            "refresh prompts every step or every few steps."
+            "prompt_refresh='never' (longstraw_prompt_refresh in the trainer) needs prompts that "
+            "training does not change, and these parameters are trained and stay on without "
+            f"adapters: {shown}. Freeze them (LoraConfig(bias='none'); modules_to_save trains a "
+            "copy that is switched off), or refresh prompts every step or every few steps."
         )

@@ -126,19 +126,18 @@ def _refusals_to_groups(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
 
 def _refusals_to_refresh(args: "LongStrawGRPOConfig") -> list[tuple[bool, str]]:
     """Of options by which another policy would generate than the one that is trained."""
-    is_never = args.longstraw_prompt_refresh == "never"
+    is_kept = args.to_engine_config().refresh_steps != 1
+    found = f"with longstraw_prompt_refresh={args.longstraw_prompt_refresh!r}"
+    other = (
+        "generate with the present weights in the prompt, adapter included, which is another "
+        "policy than the one that is trained. Leave it out: responses are decoded from captured "
+        "prompts."
+    )
     return [
+        (is_kept and args.use_vllm, f"use_vllm=True {found}: vLLM would {other}"),
         (
-            is_never and args.use_vllm,
-            "use_vllm=True with longstraw_prompt_refresh='never': vLLM would generate with the "
-            "adapter on in the prompt, which is another policy than the one that is trained. Leave "
-            "it out: responses are decoded from captured prompts.",
-        ),
-        (
-            is_never and not args.longstraw_shared_rollout,
-            "longstraw_shared_rollout=False with longstraw_prompt_refresh='never': TRL would "
-            "generate with the adapter on in the prompt, which is another policy than the one that "
-            "is trained. Leave it out: responses are decoded from captured prompts.",
+            is_kept and not args.longstraw_shared_rollout,
+            f"longstraw_shared_rollout=False {found}: TRL would {other}",
         ),
     ]
 
@@ -150,12 +149,14 @@ def check_refreshed_rollout(
     has_environment: bool = False,
     has_context_tokens: bool = False,
     own_generation: str | None = None,
+    has_rollout_func: bool = False,
 ) -> None:
     """Raise if a rollout cannot be that of a policy whose prompts are not refreshed every step.
 
     Args:
         has_context_tokens: whether completions hold tokens that are not the policy's own.
         own_generation: why TRL generates, and not the engine.
+        has_rollout_func: whether a user's function generates, perhaps with another policy; warns.
     """
     config = args.to_engine_config()
     if config.refresh_steps == 1:
@@ -173,11 +174,17 @@ def check_refreshed_rollout(
             "own earlier turns would be read as a prompt that is not refreshed. Leave "
             "longstraw_prompt_refresh at 'every_step', or train on one turn."
         )
-    if own_generation is not None and config.refresh_steps is None:
+    if own_generation is not None:
         raise ConfigError(
-            f"{own_generation} with {refresh}: TRL would generate with the adapter on in the "
-            "prompt, which is another policy than the one that is trained. Leave it out, so that "
-            "responses are decoded from captured prompts."
+            f"{own_generation} with {refresh}: TRL would generate with the present weights in the "
+            "prompt, adapter included, which is another policy than the one that is trained. Leave "
+            "it out, so that responses are decoded from captured prompts."
+        )
+    if has_rollout_func:
+        logger.warning(
+            f"A rollout_func with {refresh}: take responses from trainer.generate_turn, in one "
+            "turn. Whatever else generates reads the prompt with the present weights, and is "
+            "another policy than the one that is trained."
         )
 
 

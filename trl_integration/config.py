@@ -130,14 +130,17 @@ class LongStrawGRPOConfig(GRPOConfig):
             "help": "For how many optimizer steps a prompt's captured state is read: 'every_step' "
             "(one), a number (the state is then of older weights than the responses, which needs "
             "longstraw_prompt_gradient='stopped'), or 'never' refreshed (prompts are run with the "
-            "adapter switched off, so that its training does not change them)."
+            "adapter switched off, so that its training does not change them). Prompts that a step "
+            "does not use are freed after it, unless longstraw_state_budget_gib says how much may "
+            "stay."
         },
     )
     longstraw_log_prompt_drift: bool = field(
         default=False,
         metadata={
             "help": "Log how far loss and log-probs on the prompt state in use are from those on "
-            "one captured now. Costs one more capture and scoring of each micro-batch."
+            "one captured now. Costs one more capture and scoring of each micro-batch, and that "
+            "state's bytes (in longstraw/state_bytes too)."
         },
     )
     longstraw_accumulate: str = field(

@@ -88,7 +88,10 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
         check_dataset(eval_dataset, "eval_dataset", has_environment, folder)
         refuse_environments(args.longstraw_sp_size, has_environment)
         check_refreshed_rollout(
-            args, has_tools=bool(kwargs.get("tools")), has_environment=has_environment
+            args,
+            has_tools=bool(kwargs.get("tools")),
+            has_environment=has_environment,
+            has_rollout_func=kwargs.get("rollout_func") is not None,
         )
         # Before TRL looks for an image token in the config of what may be a text model.
         check_processing_class(processing_class)
@@ -427,6 +430,7 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; an error that another rank's end has caused names that rank."""
+        self.engine.release()  # a run that begins or is resumed has other weights
         with self.engine.watch.guarding():
             return super().train(*args, **kwargs)
 

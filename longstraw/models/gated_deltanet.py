@@ -96,7 +96,8 @@ class DeltaNetShape:
             f"chunk_size={chunk_size:,} (longstraw_chunk_size in the trainer) with replay_batch "
             f"{num_rows:,}: kernels of Gated "
             f"DeltaNet index {num_rows:,} * {chunk_size:,} * {widest:,} elements with 31 bits. "
-            f"Lower it to {(MAX_INDEX - 1) // (num_rows * widest):,} or less."
+            f"Lower it to {(MAX_INDEX - 1) // (num_rows * widest):,} or less, or lower "
+            "replay_batch."
         )
 
 
@@ -222,7 +223,8 @@ def _convolve(module: Any, x: Tensor, tail: Tensor | None, heads: _Heads) -> tup
         )
 
     out = run_as(filters, convolve, inputs)
-    return out[..., num_before:].transpose(1, 2), inputs[..., -num_before:]
+    # A copy: a view would keep the whole chunk's inputs, in every layer, until the chunk is done.
+    return out[..., num_before:].transpose(1, 2), inputs[..., -num_before:].clone()
 
 
 def _recur(

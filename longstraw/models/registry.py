@@ -74,7 +74,7 @@ def check_model(model: PreTrainedModel) -> Family:
             "beside keys and values, if it has any, would be lost without a sign. Served families: "
             f"{', '.join(sorted(SERVED_FAMILIES))}. Use TRL's own GRPOTrainer for this model."
         )
-    _check_rope(config)
+    _check_rope(config.get_text_config(decoder=True))
     _check_dropout(model)
     _keep_weights_differentiable(model)
     return family

@@ -21,12 +21,14 @@ class ChunkLayer(ReaderLayer):
 
     Attributes:
         ends_forward: whether the forward is over when this layer has its keys and values.
+        keeps_state: whether anybody will read `own`.
         own: the chunk's own keys and values as the first forward produced them; under autograd
             they are the roots that carry the cotangents of later readers.
     """
 
     own: tuple[Tensor, Tensor] | None = None
     ends_forward = False
+    keeps_state = True
 
     def update(
         self,
@@ -36,7 +38,7 @@ class ChunkLayer(ReaderLayer):
         kwargs: dict[str, Any] | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        if self.own is None:
+        if self.own is None and self.keeps_state:
             # Only the first time: a recompute under checkpointing makes tensors of another graph.
             self.own = (key_states, value_states)
             if self.ends_forward:
@@ -52,9 +54,13 @@ class ChunkCache(Cache):
     Args:
         state_only: end the forward with `StateIsComplete` when the last layer has its state: its
             attention, its MLP and what comes after them are dead work then.
+        keeps_state: False for a chunk that no later one reads, whose state would be held for all
+            layers and rows until the forward is over.
     """
 
-    def __init__(self, reader: Reader, *, state_only: bool = False) -> None:
+    def __init__(
+        self, reader: Reader, *, state_only: bool = False, keeps_state: bool = True
+    ) -> None:
         super().__init__(
             layers=[
                 ChunkRecurrence(reader, i)
@@ -64,6 +70,8 @@ class ChunkCache(Cache):
             ]
         )
         setattr(self.layers[-1], "ends_forward", state_only)  # noqa: B010  (typed as any kind)
+        for layer in self.layers:
+            setattr(layer, "keeps_state", keeps_state)  # noqa: B010
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """What the chunk adds to the state of `layer`.

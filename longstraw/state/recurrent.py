@@ -46,12 +46,14 @@ class ChunkRecurrence(_Recurrence):
 
     Attributes:
         ends_forward: whether the forward is over when this layer has its state.
+        keeps_state: whether anybody will read `own`.
         own: the state behind the chunk as the first forward produced it; under autograd the roots
             that carry the cotangents of later readers.
     """
 
     own: Boundary | None = None
     ends_forward = False
+    keeps_state = True
 
     def __init__(self, reader: Reader, layer: int) -> None:
         super().__init__(reader, layer)
@@ -62,19 +64,22 @@ class ChunkRecurrence(_Recurrence):
 
         The same leaves of the graph each time, so that a recompute meets the first forward's.
         """
-        if self._start is None:
+        start = self._start
+        if start is None:
             found = self._read(self.history, device)
             if found is None:
                 return None
             is_leaf = torch.is_grad_enabled() and self.history[-1].needs_cotangent
             recurrent, conv = (x.detach().requires_grad_(is_leaf) for x in found)
-            self._start = recurrent, conv
-        recurrent, conv = (x.expand(num_rows, *x.shape[1:]) for x in self._start)
+            start = recurrent, conv
+            if torch.is_grad_enabled():  # else nobody comes back to it
+                self._start = start
+        recurrent, conv = (x.expand(num_rows, *x.shape[1:]) for x in start)
         return recurrent, conv
 
     def take_state(self, recurrent: Tensor, conv: Tensor) -> None:
         """Take the state behind the chunk."""
-        if self.own is None:
+        if self.own is None and self.keeps_state:
             # Only the first time: a recompute under checkpointing makes tensors of another graph.
             self.own = recurrent, conv
             if self.ends_forward:

@@ -123,6 +123,14 @@ class SegmentState:
         snapshot = self._store.write_snapshot(recurrent, conv, position, self.needs_cotangent)
         self._pages[layer][chunk.index] = [snapshot]
 
+    def drop_boundaries(self) -> None:
+        """Say that no backward of its own will run: of recurrent layers the end is enough."""
+        self.keeps_boundaries = False
+        for layer in self._pages:
+            for index, pages in sorted(layer.items())[:-1]:
+                if isinstance(pages[-1] if pages else None, Snapshot):
+                    self._store.release(layer.pop(index))
+
     def holds(self, chunk: Chunk) -> bool:
         """Whether the chunk was captured; by this rank too if it owns none of its tokens."""
         return chunk.index in self._held_chunks

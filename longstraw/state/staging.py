@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .departures import MAX_HELD_BYTES, Departures
@@ -170,7 +171,8 @@ class Staging:
 
     def _give_room(self, slot: Slot, page: Page, with_state: bool, with_cotangents: bool) -> None:
         """Cut the slot's memory for `page`; get more if it is too small."""
-        dtypes = [page.key.dtype if with_state else None] * 2
+        # A snapshot's two tensors have a dtype each.
+        dtypes = [page.key.dtype, page.value.dtype] if with_state else [None, None]
         dtypes += [page.cotangent_dtype if with_cotangents else None] * 2
         shapes = [page.key.shape, page.value.shape] * 2
         offset, ranges = 0, []
@@ -227,6 +229,13 @@ class Staging:
         ):
             assert source is not None
             self.lanes.copy(Lane.COMPUTE, target, source)
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of what a visit hands out, for longer than the visit."""
+        made = [torch.empty_like(tensor) for tensor in tensors]
+        for target, source in zip(made, tensors, strict=True):
+            self.lanes.copy(Lane.COMPUTE, target, source)
+        return made
 
     def write(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
         """Copy device tensors to pinned ones, given as (target, source).

@@ -216,9 +216,11 @@ class PageStore:
 
         Not to be written to: where nothing has to be moved they are the snapshot itself.
         """
-        found = [(r, c) for _, r, c in self.read([snapshot], device, None)][0]
-        # What was staged lies in a slot, which is the next page's from now on.
-        return found if self._staging(device) is None else (found[0].clone(), found[1].clone())
+        staging, found = self._staging(device), []
+        for _, *parts in self.read([snapshot], device, None):
+            found = parts if staging is None else staging.copies(parts)
+        recurrent, conv = found
+        return recurrent, conv
 
     def add_snapshot_cotangent(
         self, snapshot: Snapshot, recurrent_grad: Tensor, conv_grad: Tensor

@@ -25,7 +25,7 @@ def staged_store(monkeypatch: pytest.MonkeyPatch, lanes: LateLanes) -> PageStore
     return PageStore(CPU, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_5"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 def test_the_engine_on_late_copies_gives_the_same_gradient(family, dtype, monkeypatch) -> None:
     """Several chunks, members of more than a chunk, two prompts, windows: not a bit differs from

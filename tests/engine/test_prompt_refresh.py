@@ -244,6 +244,22 @@ def test_weights_written_in_secret_make_state_of_n_steps_stale() -> None:
     assert engine.ledger.num_captures == 2
 
 
+def test_the_next_step_does_not_make_it_valid_again() -> None:
+    """A budget keeps the stale state; it must not be taken for one of an announced step."""
+    model = adapted("llama")
+    engine = Engine(model, config(4, state_budget_bytes=2**30))
+    (group,) = random_groups(SHAPES)
+    engine.capture(group.prompt_ids)
+    engine.weights_changed()
+    write(model)
+    newer = engine.capture(group.prompt_ids)
+    engine.weights_changed()
+    assert engine.capture(group.prompt_ids) is newer
+    assert engine.ledger.num_captures == 2
+    fresh = Engine(model, config(1)).score(group)
+    assert torch.equal(engine.score(group).logps, fresh.logps)
+
+
 def test_every_step_is_as_before() -> None:
     """One capture per step, stale after it, and the full-sequence step's parameters."""
     groups = random_groups(SHAPES)
