@@ -41,7 +41,6 @@ from examples.qwen36_27b.terms import (
 )
 from examples.qwen36_27b.train import make_parser
 from longstraw import ConfigError, EngineConfig, LongStrawError
-from longstraw.distributed import Ownership
 from longstraw.models import Decoder
 from longstraw.models.gated_deltanet import DeltaNetShape
 from trl_integration import LongStrawGRPOConfig
@@ -200,8 +199,7 @@ class Work:
         attention = self._backward(self.attention, num_rows, num_tokens)
         recurrence = self.first + self.per_few * (num_queries - self.few) // self.few
         slice_rows = engine.logprob_chunk_size
-        width = Ownership(num_tokens, engine.sp_size, engine.sp_layout).width
-        tile = max((num_tokens - width) * width, num_queries * engine.page_size)
+        tile = num_queries * engine.page_size
         heads = self.attention.config.num_attention_heads
         return [
             Term(

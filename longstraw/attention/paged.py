@@ -15,6 +15,7 @@ from torch import Tensor
 from longstraw_kernels.lse_merge import add_sink, merge_lse_
 from longstraw_kernels.page_attention import (
     BlockParams,
+    available_impl,
     block_attention,
     block_attention_backward,
 )
@@ -173,6 +174,8 @@ class _Blocks:
         self.handle = handle
         self.options = options
         self.batch, _, self.q_len, _ = q.shape
+        preferred = available_impl(q.device) if handle.impl == "auto" else handle.impl
+        self.is_by_definition = preferred == "reference"
 
     def params(self, k_start: int, causal: bool, rows: slice | None = None) -> BlockParams:
         """Of a block of keys, for all queries or for `rows` of them."""
@@ -223,13 +226,14 @@ class _Blocks:
         for columns, place in self.handle.travel.own_runs(num_keys):
             start = self.handle.own_start + place
             everything = self.params(start, causal=True)
-            if self.options.softcap is not None or everything.is_windowed:
-                # Only the reference can do it, whose scores of all keys at once would be [T, T'].
-                for first in range(columns.start, columns.stop, self.handle.store.page_size):
-                    stop = min(first + self.handle.store.page_size, columns.stop)
-                    yield from self._causal_block(slice(first, stop), start + first - columns.start)
-            else:
-                yield from self._parted_block(columns, start)
+            is_masked = self.options.softcap is not None or everything.is_windowed
+            size = columns.stop - columns.start
+            if is_masked or self.is_by_definition:
+                size = self.handle.store.page_size  # its scores of all keys at once are [T, T']
+            for first in range(columns.start, columns.stop, max(size, 1)):
+                part = slice(first, min(first + size, columns.stop))
+                block = self._causal_block if is_masked else self._parted_block
+                yield from block(part, start + first - columns.start)
 
     def _causal_block(
         self, columns: slice, start: int
