@@ -11,7 +11,7 @@ PIP    := .venv/bin/python -m pip
 READY  := .venv/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart exact-vs-stopped bench test check format wheel
+.PHONY: help quickstart exact-vs-stopped bench test test-slow check format wheel
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,10 @@ bench: $(READY)  ## time and memory of stock TRL and LongStraw side by side: tab
 	.venv/bin/python examples/bench.py --output_dir $(OUT) $(ARGS)
 
 test: $(READY)  ## run the test suite (CPU, two workers); for one test: .venv/bin/python -m pytest -k NAME
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: $(READY)  ## run what `make test` leaves out: ZeRO 0 and 1, and four ranks under DeepSpeed
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow
 
 check: $(READY)  ## lint, format and types; changes nothing
 	.venv/bin/ruff check .

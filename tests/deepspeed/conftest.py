@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.deepspeed.compare import is_stopped, reference_of
+from tests.deepspeed.jobs import LOW_STAGES
 from tests.deepspeed.launch import Records, run_launch
 from tests.deepspeed.launches import LAUNCHES
 from tests.trl.conftest import model_path
@@ -15,8 +16,23 @@ __all__ = ["launched", "model_path", "truth"]
 # Launches take 10 to 90 s on two idle cores. A test that hangs is reported with the rank that does.
 TIMEOUT = 600
 
+FOUR_RANKS = "sharing, four ranks"
+SLOW = {"stage 0", "stage 1", LOW_STAGES, FOUR_RANKS}
+"""Launches that `make test` leaves to `make test-slow`: they take a third of all the time under
+DeepSpeed, and the stages that partition gradients and weights are where mistakes were found."""
+
 Launched = Callable[[str], Records]
 Truth = Callable[[str, str], Outcome]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that read a slow launch."""
+    here = [item for item in items if item.path.parent.name == "deepspeed"]  # all are given
+    for item in here:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        launches = {params.get("launch"), f"stage {params.get('stage')}"}
+        if launches & SLOW or params.get("name") in LAUNCHES[FOUR_RANKS]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

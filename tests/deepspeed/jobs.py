@@ -332,7 +332,13 @@ EXPERTS = {
     "ZeRO-2, qwen3_moe": Job(_family("qwen3_moe", _EXPERTS), 2),
     "ZeRO-3, qwen3_moe": Job(_family("qwen3_moe", _EXPERTS), 3),
 }
-AGAINST_UNION = {"options": OPTIONS, "families": FAMILIES, "experts": EXPERTS}
+LOW_STAGES = "options at stages 0 and 1"
+AGAINST_UNION = {
+    "options": {name: job for name, job in OPTIONS.items() if job.stage >= 2},
+    LOW_STAGES: {name: job for name, job in OPTIONS.items() if job.stage < 2},
+    "families": FAMILIES,
+    "experts": EXPERTS,
+}
 
 # An auxiliary loss and an entropy bonus are means over a rank's rows, and which rows meet in a step
 # depends on how many ranks shuffle them: these are compared with stock TRL on the same two ranks.

@@ -11,7 +11,15 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from longstraw import ConfigError, Engine, EngineConfig, PromptStateError, generate, generate_rows
+from longstraw import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    PromptGroup,
+    PromptStateError,
+    generate,
+    generate_rows,
+)
 from longstraw.audit import PeakTensorBytes
 from longstraw.models.gated_deltanet import DeltaNetShape
 from longstraw.state import PageStore, Snapshot
@@ -220,6 +228,22 @@ def test_an_exact_gradient_keeps_a_snapshot_for_each_chunk() -> None:
     engine.finalize()
     assert engine.store.bytes_in_use == 0
     assert engine.store.peak_bytes == 2 * 64 * PER_TOKEN + 5 * SNAPSHOT
+
+
+def test_prompts_that_begin_alike_keep_one_snapshot_each() -> None:
+    """Stopped: the shared 64 tokens, and 40 and 24 more behind them, are three states, each of
+    several chunks, and no backward of theirs will come."""
+    beginning, first, second = (g.prompt_ids for g in random_groups([(64, ()), (41, ()), (25, ())]))
+    prompts = [torch.cat([beginning, rest]) for rest in (first, second)]
+    groups = [
+        PromptGroup(ids, [beginning[:3], beginning[5:9]], is_complete=False) for ids in prompts
+    ]
+    options = config(prompt_gradient="stopped", min_shared_tokens=16)
+    engine = Engine(tiny_model("qwen3_5"), options)
+    engine.accumulate(groups, RandomLoss(groups))
+    # The shared run ends a token early: its last one predicts two different ones.
+    tokens = 63 + (1 + 40) + (1 + 24)
+    assert engine.store.bytes_in_use == tokens * PER_TOKEN + 3 * SNAPSHOT
 
 
 @pytest.mark.parametrize(
