@@ -26,11 +26,12 @@ exact-vs-stopped: $(READY)  ## does the prompt's gradient matter? train with and
 bench: $(READY)  ## time and memory of stock TRL and LongStraw side by side: tables, and out/bench.png; options: ARGS="--groups 2,8"
 	.venv/bin/python examples/bench.py --output_dir $(OUT) $(ARGS)
 
-test: $(READY)  ## run the test suite (CPU, two workers); for one test: .venv/bin/python -m pytest -k NAME
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+test: $(READY)  ## run the test suite (two CPU cores); for one test: .venv/bin/python -m pytest -k NAME
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not ranks and not slow"
+	.venv/bin/python -m pytest -m "ranks and not slow"
 
 test-slow: $(READY)  ## run what `make test` leaves out: ZeRO 0 and 1, and four ranks under DeepSpeed
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m slow
+	.venv/bin/python -m pytest -m slow
 
 check: $(READY)  ## lint, format and types; changes nothing
 	.venv/bin/ruff check .

@@ -22,26 +22,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and num_devices < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
+        if item.path.parent.name in RANKS or item.path.name in RANKS:
+            item.add_marker(pytest.mark.ranks)
     if hasattr(config, "workerinput"):  # this process is a worker of pytest-xdist
         places = {folder: place for place, folder in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
 
 
+RANKS = (
+    "deepspeed",
+    "distributed",
+    "sequence",
+    "test_data_parallel.py",
+    "test_ds_configs.py",
+    "test_resume_ranks.py",
+    "test_sequence_parallel.py",
+)
+"""Folders and modules whose tests launch ranks. These take both cores, and are run by one worker: two
+launches at a time wait for each other at every collective, and take longer than one after the other."""
+
 # ---------------------------------------------------------------- two workers
 
 SHARED = {
-    "together": (
-        "tests/sequence/test_needle.py",
-        "tests/sequence/test_sequence_faults.py",
-        "tests/sequence/test_sequence_memory.py",
-        "tests/sequence/test_sequence_rollout.py",
-    ),
     "retriever": ("tests/learning/test_learning.py", "tests/learning/test_tiny_retrieval.py"),
 }
-"""Fixtures that launch ranks or train for several modules: one worker runs these, so that it is
-done once."""
+"""Fixtures that train for several modules: one worker runs these, so that it is done once."""
 
-LONGEST = ("deepspeed", "trl", "sequence", "learning", "distributed", "packaging", "engine")
+LONGEST = ("trl", "learning", "engine", "packaging")
 """Folders, those whose modules take longest first: a module of minutes that is begun last would
 leave the other worker idle."""
 
