@@ -38,8 +38,8 @@ RANKS = (
     "test_resume_ranks.py",
     "test_sequence_parallel.py",
 )
-"""Folders and modules whose tests launch ranks. These take both cores: of two launches at a time each
-waits for the other at every collective, and they take longer than one after the other."""
+"""Folders and modules whose tests launch ranks. These take both cores: two launches at a time wait
+for each other at every collective, and take longer than one after the other."""
 
 # ---------------------------------------------------------------- two workers
 
