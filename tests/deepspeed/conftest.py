@@ -16,10 +16,11 @@ __all__ = ["launched", "model_path", "truth"]
 # Launches take 10 to 90 s on two idle cores. A test that hangs is reported with the rank that does.
 TIMEOUT = 600
 
-FOUR_RANKS = "sharing, four ranks"
-SLOW = {"stage 0", "stage 1", LOW_STAGES, FOUR_RANKS}
-"""Launches that `make test` leaves to `make test-slow`: they take a third of all the time under
-DeepSpeed, and the stages that partition gradients and weights are where mistakes were found."""
+SLOW_BY_NAME = ("sharing, two ranks", "sharing, four ranks", "ragged")
+SLOW = {"stage 0", "stage 1", "stage 2", LOW_STAGES, *SLOW_BY_NAME}
+"""Launches that `make test` leaves to `make test-slow`; they take two thirds of the time. What stays
+is the matrix at stage 3, options, families and experts at stages 2 and 3, and NF4 at every stage and
+on ranks that share prompts."""
 
 Launched = Callable[[str], Records]
 Truth = Callable[[str, str], Outcome]
@@ -31,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in here:
         params = getattr(getattr(item, "callspec", None), "params", {})
         launches = {params.get("launch"), f"stage {params.get('stage')}"}
-        if launches & SLOW or params.get("name") in LAUNCHES[FOUR_RANKS]:
+        by_name = any(params.get("name") in LAUNCHES[launch] for launch in SLOW_BY_NAME)
+        if launches & SLOW or by_name:
             item.add_marker(pytest.mark.slow)
 
 

@@ -29,6 +29,15 @@ TOLERANCE = 1e-9
 SHAPES = ((53, (9, 14, 1, 3, 2)), (24, (5, 17)))
 
 
+# Their parts are those of other families; all of them are in the first test. `make test-slow`.
+ALIKE = ("smollm2", "mistral", "qwen2", "qwen3_5_moe")
+OTHERS = [
+    pytest.param(family, marks=pytest.mark.slow) if family in ALIKE else family
+    for family in FAMILIES
+    if family != "gpt2"
+]
+
+
 @functools.cache
 def reference(family: str, prompt_gradient: str, with_router: bool = False):
     """The definition's gradients, computed once per family and mode."""
@@ -76,7 +85,7 @@ def test_chunk_size_does_not_change_the_gradient(
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt2"])
+@pytest.mark.parametrize("family", OTHERS)
 def test_chunks_of_seven_tokens_serve_every_family(family: str) -> None:
     """An odd chunk, smaller than the sliding window, with three members replayed together."""
     ours = engine_gradients(
@@ -102,7 +111,7 @@ def test_prompts_around_page_and_chunk_boundaries(prompt_len: int) -> None:
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt2"])
+@pytest.mark.parametrize("family", OTHERS)
 def test_gradient_checkpointing_keeps_the_prompt(
     family: str, prompt_gradient: str, use_lora: bool
 ) -> None:
@@ -125,7 +134,7 @@ def test_gradient_checkpointing_keeps_the_prompt(
 
 
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*OTHERS, "gpt2"])
 def test_lora_gets_its_full_sequence_gradient(family: str, prompt_gradient: str) -> None:
     """A frozen base with adapters on every linear layer: roots without gradient must be left out,
     and adapters of the first layers are reached through the state alone."""
