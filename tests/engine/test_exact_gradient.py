@@ -71,7 +71,9 @@ def test_engine_gives_the_full_sequence_gradient(family: str, prompt_gradient: s
 
 @pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 13, 26, 52, 64, 500], ids="C{}".format)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "gpt_oss"))]
+)
 def test_chunk_size_does_not_change_the_gradient(
     family: str, chunk_size: int, prompt_gradient: str
 ) -> None:

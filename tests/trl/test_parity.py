@@ -52,7 +52,7 @@ LOSS_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type_trains_as_in_stock_trl(
     loss_type: str, optimizer: str, model_path: ModelPath, tmp_path: Path
