@@ -17,11 +17,11 @@ __all__ = ["launched", "model_path", "truth"]
 TIMEOUT = 600
 
 SLOW_BY_NAME = ("sharing, two ranks", "sharing, four ranks", "ragged")
-SLOW = {"stage 0", "stage 1", "stage 2", LOW_STAGES, *SLOW_BY_NAME}
+SLOW = {"stage 0", "stage 1", "stage 2", "options", LOW_STAGES, "experts", *SLOW_BY_NAME}
 """Launches that `make test` leaves to `make test-slow`; they take two thirds of the time.
 
-What stays is the matrix at stage 3, options, families and experts at stages 2 and 3, and NF4 at
-every stage and on ranks that share prompts.
+What stays is the matrix at stage 3, families at stages 2 and 3, and NF4 at every stage and on ranks
+that share prompts.
 """
 
 Launched = Callable[[str], Records]

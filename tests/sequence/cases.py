@@ -157,7 +157,6 @@ def _options() -> dict[str, Case]:
         "load-balancing loss": moe,
         "load-balancing loss, zigzag": moe.but(**ZIGZAG),
         "groups in two calls": replace(llama, num_calls=2),
-        **_hybrids(),
         "gap measured": llama.but(log_gradient_gap=True, **STOPPED),
     }
 
@@ -177,7 +176,8 @@ def _some(*names: str) -> dict[str, Case]:
 
 
 LAUNCHES: dict[str, dict[str, Case]] = {
-    "dp 1, sp 2": {**_EVERY_FAMILY, **_options()},
+    "dp 1, sp 2": {**_EVERY_FAMILY, **_hybrids(), "gap measured": _options()["gap measured"]},
+    "dp 1, sp 2, options": _options(),
     "dp 1, sp 3": _some(
         "zigzag, chunks of 7",
         "fewer tokens than ranks",
@@ -198,7 +198,11 @@ LAUNCHES: dict[str, dict[str, Case]] = {
 }
 
 
+SLOW = {"dp 1, sp 2, options", "dp 1, sp 3", "dp 1, sp 4"}
+"""Launches that `make test` leaves to `make test-slow`."""
+
+
 def shape_of(launch: str) -> tuple[int, int]:
     """`(dp, sp)` of a launch."""
-    dp, sp = (int(part.split()[1]) for part in launch.split(", "))
+    dp, sp = (int(part.split()[1]) for part in launch.split(", ")[:2])
     return dp, sp

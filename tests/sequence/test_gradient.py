@@ -19,13 +19,17 @@ import torch
 from longstraw.audit import full_sequence_step
 from tests.engine.compare import Gradients, RandomLoss, gradients, worst_error
 from tests.models import Float64Islands
-from tests.sequence.cases import BASE, LAUNCHES, Case, shape_of
+from tests.sequence.cases import BASE, LAUNCHES, SLOW, Case, shape_of
 from tests.sequence.program import Uncoupled
 from tests.trl.ranks import run_ranks
 
 logger = logging.getLogger("tests.sequence")
 TOLERANCE = 1e-9
-ALL = [(launch, name) for launch, cases in LAUNCHES.items() for name in cases]
+ALL = [
+    pytest.param(launch, name, marks=[pytest.mark.slow] if launch in SLOW else [])
+    for launch, cases in LAUNCHES.items()
+    for name in cases
+]
 Launched = Callable[[str], list[dict[str, Any]]]
 
 

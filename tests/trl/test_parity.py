@@ -87,7 +87,15 @@ def test_the_losses_compared_above_differ(model_path: ModelPath, tmp_path: Path)
 # ---------------------------------------------------------------- options
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+# How batches are cut, in ways beyond the first of each kind. `make test-slow`.
+MORE_CUTS = ("half a group at a time", "accumulation 4", "two groups", "steps_per_generation 2")
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if any(cut in name for cut in MORE_CUTS) else [])
+    for name in COMBINATIONS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_options_train_as_in_stock_trl(name: str, model_path: ModelPath, tmp_path: Path) -> None:
     """See the module's docstring for the tolerance.
 
