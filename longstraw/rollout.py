@@ -127,6 +127,7 @@ def _decode(
         given = generate_options.get("logits_processor") or []
         processors = LogitsProcessorList([*given, _LeadersScores(group)])
         generate_options = {**generate_options, "logits_processor": processors}
+    decoder.forget_last_prompt()
     with decoder.attached(), engine.ledger.phase("rollout", 0), decoder.autocast():
         output = model.generate(  # type: ignore[operator]
             input_ids=input_ids,

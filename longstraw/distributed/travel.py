@@ -176,7 +176,7 @@ class ChunkTravel(Travel):
         """`[.., C, D]` -> `[sp, .., w, D]`, zeros at pads: they must not reach a gradient."""
         sp_size, width = self.group.size, self.ownership.width
         padded = whole.new_zeros(*whole.shape[:-2], sp_size * width, whole.shape[-1])
-        padded = padded.index_copy(-2, self._places, whole)
+        padded.index_copy_(-2, self._places, whole)
         return padded.unflatten(-2, (sp_size, width)).movedim(-3, 0)
 
     @cached_property

@@ -153,6 +153,15 @@ class Decoder:
                 stack.callback(delattr, layer, "_can_checkpoint_with_cache")
             yield
 
+    def forget_last_prompt(self) -> None:
+        """Drop what a multimodal class remembers of where the prompt before this one stood.
+
+        Its `generate` adds that to the positions of whatever continues a cache, row by row.
+        """
+        for module in self.base.modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None  # type: ignore[assignment]
+
     def refuse_checkpointing(self) -> None:
         """Raise `ConfigError` if the family loses its cache under gradient checkpointing."""
         refuse_checkpointing(self.family)

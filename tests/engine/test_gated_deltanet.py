@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+import transformers as hf
+from transformers import DynamicCache
 
 from longstraw import (
     ConfigError,
@@ -340,9 +341,16 @@ def test_rows_of_different_histories_go_on_from_their_own_states() -> None:
 # ---------------------------------------------------------------- through the multimodal wrapper
 
 
-def multimodal() -> Qwen3_5ForConditionalGeneration:
+WRAPPERS = {
+    "qwen3_5": (hf.Qwen3_5Config, hf.Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (hf.Qwen3_5MoeConfig, hf.Qwen3_5MoeForConditionalGeneration),
+}
+
+
+def multimodal(family: str) -> Any:
     """The tiny text model below a wrapper with a vision tower."""
-    text = tiny_model("qwen3_5")
+    text: Any = tiny_model(family)
+    config_class, model_class = WRAPPERS[family]
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -352,29 +360,31 @@ def multimodal() -> Qwen3_5ForConditionalGeneration:
         "patch_size": 4,
         "num_position_embeddings": 16,
     }
-    wrapper = Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision)
-    )
+    wrapper = model_class(config_class(text_config=text.config.to_dict(), vision_config=vision))
+    wrapper.config.text_config._experts_implementation = "eager"
     wrapper.model.language_model.load_state_dict(text.model.state_dict())
     wrapper.lm_head.load_state_dict(text.lm_head.state_dict())
     return wrapper.eval()
 
 
-def test_text_through_the_multimodal_wrapper_is_the_same() -> None:
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_text_through_the_multimodal_wrapper_is_the_same(family: str) -> None:
     """Gradients of all text parameters, and greedy tokens after another prompt's positions were
     left in the wrapper."""
     groups = random_groups([(37, (9, 3))])
-    expected = full_sequence_gradients(tiny_model("qwen3_5").double(), groups)
-    model = multimodal().double()
+    expected = full_sequence_gradients(tiny_model(family).double(), groups)
+    model = multimodal(family).double()
     found = engine_gradients(model, groups, config())
     found = {n.replace("model.language_model.", "model."): g for n, g in found.items()}
     assert worst_error(found, expected)[0] <= 1e-9
-    model = multimodal()
+    model = multimodal(family)
     model.model.rope_deltas = torch.tensor([[5]])
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ids = groups[0].prompt_ids
-    (row,) = generate(Engine(model, config()), ids, 1, **options)
-    plain = tiny_model("qwen3_5")
+    engine = Engine(model, config())
+    generate(engine, ids, 3, **options)  # of which the wrapper remembers three rows
+    (row,) = generate(engine, ids, 1, **options)
+    plain = tiny_model(family)
     assert torch.equal(row, plain.generate(ids[None], **options)[0])
 
 
