@@ -11,6 +11,7 @@ PROMPT_GRADIENTS = ("exact", "stopped")
 ATTENTION_IMPLS = ("auto", "reference", "torch_flash")
 PAGE_DEVICES = ("model", "host")
 COTANGENT_DTYPES = ("float32", "bfloat16")
+INDEX_TIES = ("first", "last")
 SP_LAYOUTS = ("block_cyclic", "zigzag")
 PROMPT_REFRESHES = ("every_step", "never")
 
@@ -69,6 +70,8 @@ class EngineConfig:
             is a multiple of it; see `rank_axes`.
         sp_layout: how a chunk is divided over them, see `Ownership`. "block_cyclic": one run of
             tokens each. "zigzag": an early and a late one, which evens out the work inside a chunk.
+        index_ties: which of several tokens with the same index score sparse attention selects: the
+            "first" in the sequence or the "last". For the rule of the engine that generates.
         allow_extrapolation: run positions beyond the model's `max_position_embeddings`.
         progress: show a progress bar for passes over many tokens.
     """
@@ -93,6 +96,7 @@ class EngineConfig:
     router_statistics: bool = False
     sp_size: int = 1
     sp_layout: Literal["block_cyclic", "zigzag"] = "block_cyclic"
+    index_ties: Literal["first", "last"] = "first"
     allow_extrapolation: bool = False
     progress: bool = False
 
@@ -101,6 +105,7 @@ class EngineConfig:
         _one_of("attention", self.attention, ATTENTION_IMPLS)
         _one_of("page_device", self.page_device, PAGE_DEVICES)
         _one_of("cotangent_dtype", self.cotangent_dtype, COTANGENT_DTYPES)
+        _one_of("index_ties", self.index_ties, INDEX_TIES)
         _one_of("sp_layout", self.sp_layout, SP_LAYOUTS)
         for name in (
             "chunk_size",

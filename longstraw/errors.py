@@ -43,6 +43,10 @@ class StalePromptStateError(PromptStateError):
     of_one_rank = True
 
 
+class ReplayMismatchError(PromptStateError):
+    """A replay that chose other tokens or experts than the capture it continues."""
+
+
 class PageFileError(PromptStateError, OSError):
     """A file of captured state that cannot be made, written, or read back as it was written."""
 

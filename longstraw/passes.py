@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from .backends import Backend
 from .config import EngineConfig
 from .distributed import ChunkTravel, LockStep, Ownership, Pass, SequenceGroup, most_owned
+from .errors import ReplayMismatchError
 from .models import (
     Decoder,
     RouterSums,
@@ -28,7 +29,7 @@ from .models import (
 )
 from .models.decoder import ChunkOutput
 from .segments import Chunk, Segment
-from .state import ChunkCache, PageStore, Reader, SegmentState
+from .state import Choices, ChunkCache, IndexKeys, PageStore, Reader, SegmentState
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class SegmentPasses:
         """An empty state for `segment`, continuing `parent`; see `SegmentState`."""
         return SegmentState(
             segment,
-            self.decoder.num_layers,
+            self.decoder.num_layers + len(self.decoder.index_layers),
             self.store,
             version,
             parent=parent,
@@ -213,13 +214,38 @@ class SegmentPasses:
                     roots.append(root)
                     cotangents.append(cotangent)
         # Nobody reads this chunk again; its own keys and values are in the graph.
+        captured = state.choices(chunk)
         state.free_chunk(chunk)
         if roots:
             self.backend.backward(roots, cotangents)
             cache.leave_cotangents()
+        self._check_choices(cache.choices, captured, state, chunk)
+        if roots:
             for before in state.lineage():
                 if before is not state:
                     before.note_reader()
+
+    def _check_choices(
+        self, choices: Choices, captured: Choices | None, state: SegmentState, chunk: Chunk
+    ) -> None:
+        """Raise, on all ranks of the group, if the chunk has chosen otherwise than in its capture.
+
+        After the backward, in which layers may have been run once more.
+        """
+        if choices.is_empty:  # on every rank: the model chooses nothing
+            return
+        differing = choices.differing(captured)
+        if not self.group.any([bool(differing)])[0]:
+            return
+        first = state.segment.start + chunk.start
+        where = ", ".join(differing[:3]) or "on another rank, a module"
+        raise ReplayMismatchError(
+            f"{where} chose other tokens or experts for the {chunk.num_tokens:,} tokens from "
+            f"position {first:,} on than when these were captured. The gradient would be that of "
+            "another function. Both runs have the same inputs, so a kernel gives other results "
+            "each time: call torch.use_deterministic_algorithms(True), or choose other kernels "
+            "(experts_implementation='eager' when the model is loaded)."
+        )
 
     # ---------------------------------------------------------------- one pass
 
@@ -290,6 +316,11 @@ class SegmentPasses:
             is_recomputed=torch.is_grad_enabled() and self.decoder.is_checkpointed,
             travel=(travel := self._travel(chunk)),
             recurrent_layers=self.decoder.recurrent_layers,
+            index_histories={
+                layer: state.history(place, before_chunk=chunk.index)
+                for layer, place in self.decoder.index_places.items()
+            },
+            index_ties=self.config.index_ties,
         )
         cache = ChunkCache(reader, state_only=state_only, keeps_state=keeps_state)
         output = self.decoder.run_chunk(
@@ -327,6 +358,11 @@ class SegmentPasses:
         return ChunkTravel(self.group, ownership, self.decoder.device)
 
     def _keep(self, state: SegmentState, chunk: Chunk, cache: ChunkCache) -> None:
+        state.note_choices(chunk, cache.choices)
+        for layer, place in self.decoder.index_places.items():
+            rotated, rest = cache.own_index(layer)
+            runs = self._travel(chunk).own_runs(rotated.shape[-2])
+            state.append(chunk, place, rotated, rest, runs, IndexKeys)
         for layer in range(self.decoder.num_layers):
             if layer in self.decoder.recurrent_layers:
                 state.append_snapshot(chunk, layer, *cache.own(layer))

@@ -164,6 +164,11 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         else [run(state.own_pages(layer), rows) for state, rows in readers.items()]
         for layer in layers
     ]
+    places = engine.decoder.index_places
+    index_runs = {
+        layer: [run(state.own_pages(place), rows) for state, rows in readers.items()]
+        for layer, place in places.items()
+    }
     return Reader(
         [states[0].history(layer) if same else [] for layer in layers],
         engine.store,
@@ -172,6 +177,9 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         () if same else runs,
         travel=DecodeTravel(engine.axes.sequence),
         recurrent_layers=recurrent,
+        index_histories={i: states[0].history(p) if same else [] for i, p in places.items()},
+        index_row_runs={} if same else index_runs,
+        index_ties=engine.config.index_ties,
     )
 
 

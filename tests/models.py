@@ -53,6 +53,24 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+_LATENT = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_SPARSE = {**_LATENT, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}
 _FAMILIES = {
     "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {}),
     "smollm2": (hf.LlamaConfig, hf.LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -105,6 +123,14 @@ _FAMILIES = {
         hf.Qwen3NextForCausalLM,
         {**_GATED_DELTANET, **_EXPERTS, "decoder_sparse_step": 1},
     ),
+    "deepseek_v3": (hf.DeepseekV3Config, hf.DeepseekV3ForCausalLM, _LATENT),
+    "deepseek_v32": (hf.DeepseekV32Config, hf.DeepseekV32ForCausalLM, _SPARSE),
+    "glm_moe_dsa": (
+        hf.GlmMoeDsaConfig,
+        hf.GlmMoeDsaForCausalLM,
+        # Indexers on layers 0, 2 and 4; the others share, as does the last.
+        {**_SPARSE, "num_hidden_layers": 6, "index_topk_pattern": "FSFSFS"},
+    ),
     "gpt2": (hf.GPT2Config, hf.GPT2LMHeadModel, None),
 }
 FAMILIES = tuple(_FAMILIES)
@@ -139,6 +165,9 @@ def _randomize(model: nn.Module, seed: int) -> nn.Module:
                 parameter.copy_(noise * 0.3)
             else:
                 parameter.add_(noise * 0.1)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.02)
     return model
 
 

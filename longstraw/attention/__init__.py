@@ -1,6 +1,15 @@
 """Attention over pages: the exact backward, and its registration with transformers."""
 
-from .paged import AttentionOptions, paged_attention
-from .registration import ATTENTION_NAME, attend_with
+from .operands import AttentionOptions
+from .paged import paged_attention
+from .registration import ATTENTION_NAME, attend_with, required_handle
+from .selection import select_tokens
 
-__all__ = ["ATTENTION_NAME", "AttentionOptions", "attend_with", "paged_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionOptions",
+    "attend_with",
+    "paged_attention",
+    "required_handle",
+    "select_tokens",
+]

@@ -7,7 +7,6 @@ history for each chunk.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +21,8 @@ from longstraw_kernels.page_attention import (
 
 from ..distributed import Travel
 from ..state import LayerHandle, Page
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """A layer's attention beside its tensors; see `BlockParams` for the meaning."""
-
-    softmax_scale: float
-    window: int | None = None
-    softcap: float | None = None
+from .operands import AttentionOptions, Saved
+from .selected import SelectedRows
 
 
 def paged_attention(
@@ -40,6 +32,7 @@ def paged_attention(
     sink: Tensor | None,
     handle: LayerHandle,
     options: AttentionOptions,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """Attend to the history's pages and causally to the own keys.
 
@@ -52,40 +45,46 @@ def paged_attention(
 
     Args:
         query: `[B, H, T, D]`.
-        key, value: `[B, K, T', D]`, the own tokens; T' > T when decoding.
+        key, value: `[B, K, T', D]`, the own tokens; T' > T when decoding. Of latent attention what
+            is kept of them, see `AttentionOptions`.
         sink: `[H]` or None, a learned logit per head without a value.
         handle: the history and the positions.
         options: scale, window and softcap.
+        selection: of latent attention, the tokens that each query reads instead of all; see
+            `select_tokens`.
 
     Returns:
         `[B, H, T, Dv]` in the query's dtype.
     """
-    return _PagedAttention.apply(query, key, value, sink, handle, options)  # type: ignore[no-any-return]
+    return _PagedAttention.apply(  # type: ignore[no-any-return]
+        query, key, value, sink, handle, options, selection
+    )
 
 
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sink, handle, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, sink, handle, options, selection):  # type: ignore[no-untyped-def]
         kept = handle.kept.take() if handle.kept is not None else None
-        out, lse = kept or _attend(handle, options, query, key, value, sink)
+        out, lse = kept or _attend(handle, options, query, key, value, sink, selection)
         if kept is None and handle.kept is not None:
             handle.kept.put(out.detach(), lse)
-        ctx.save_for_backward(query, key, value, sink, out, lse)
+        ctx.save_for_backward(query, key, value, sink, out, lse, selection)
         ctx.handle, ctx.options = handle, options
         return out
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
-        query, key, value, sink, out, lse = ctx.saved_tensors
+        query, key, value, sink, out, lse, selection = ctx.saved_tensors
         handle: LayerHandle = ctx.handle
         assert not handle.row_runs, "rows of different histories are for decoding"
         q, k, v = _in_one_dtype(query, key, value)
         with torch.autocast(query.device.type, enabled=False):
             saved = _gather(handle.travel, q, grad_output.to(q.dtype), out.to(q.dtype), lse)
-            blocks = _Blocks(handle, ctx.options, saved.q)
-            dq, dk, dv = blocks.own_backward(saved, k, v)
-            for rows, pages in blocks.visible_pages():
-                rows.add_gradients(dq, saved, pages)
+            if selection is not None:
+                selected = SelectedRows(handle, ctx.options, selection, k, v)
+                dq, dk, dv = selected.backward(saved)
+            else:
+                dq, dk, dv = _Blocks(handle, ctx.options, saved.q).backward(saved, k, v)
             dq = handle.travel.sum_home(dq)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
@@ -93,7 +92,7 @@ class _PagedAttention(torch.autograd.Function):
             delta = (grad_output.to(lse.dtype) * out).sum(-1)
             p_sink = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)
             dsink = -(p_sink * delta).sum((0, 2)).to(sink.dtype)
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsink, None, None
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsink, None, None, None
 
 
 def _attend(
@@ -103,19 +102,17 @@ def _attend(
     key: Tensor,
     value: Tensor,
     sink: Tensor | None,
+    selection: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`out` in the query's dtype and `lse`, over all pages, own keys and the sink."""
     q, k, v = _in_one_dtype(query, key, value)
     # Autocast would run the products of the definition in half precision.
     with torch.autocast(query.device.type, enabled=False):
         q = handle.travel.gather(q)
-        blocks = _Blocks(handle, options, q)
-        out, lse = blocks.own_forward(q, k, v)
-        for rows, pages in blocks.visible_pages():
-            part = rows.attend(q, pages)
-            if part is not None:
-                merge_lse_(out, lse, *part)
-        blocks.attend_row_runs(q, out, lse)
+        if selection is not None:
+            out, lse = SelectedRows(handle, options, selection, k, v).forward(q)
+        else:
+            out, lse = _Blocks(handle, options, q).forward(q, k, v)
         out, lse = _merge_home(handle.travel, out, lse)
     if sink is not None:
         out, lse = add_sink(out, lse, sink)
@@ -133,38 +130,20 @@ def _merge_home(travel: Travel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def _gather(travel: Travel, q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> "_Saved":
+def _gather(travel: Travel, q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Saved:
     """What the backward reads, for the queries of all ranks."""
     if travel.is_local:
-        return _Saved(q, grad_out.contiguous(), out, lse)
+        return Saved(q, grad_out.contiguous(), out, lse)
     sizes = [x.shape[-1] for x in (q, grad_out, out)]
     whole = travel.gather(torch.cat([q, grad_out, out], dim=-1)).split(sizes, dim=-1)
     q, grad_out, out = (x.contiguous() for x in whole)
-    return _Saved(q, grad_out, out, travel.gather(lse, dim=-1))
+    return Saved(q, grad_out, out, travel.gather(lse, dim=-1))
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Under autocast the rotary embedding leaves queries and keys in fp32 and values in bf16.
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What the backward of every block reads: queries, and the merged result.
-
-    `lse` is in fp32 (fp64 for fp64), and so is what adds up over blocks; the rest is in one dtype.
-    """
-
-    q: Tensor
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def rows(self, rows: slice) -> "_Saved":
-        """Those of some queries."""
-        q, grad_out, out = (x[..., rows, :] for x in (self.q, self.grad_out, self.out))
-        return _Saved(q, grad_out, out, self.lse[..., rows])
 
 
 class _Blocks:
@@ -260,6 +239,23 @@ class _Blocks:
             rows = slice(rows.stop, self.q_len)
             yield rows, columns, self.params(start, False, rows)
 
+    def forward(self, q: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` over all keys of this rank."""
+        out, lse = self.own_forward(q, *self.options.operands(key, value))
+        for rows, pages in self.visible_pages():
+            part = rows.attend(q, pages)
+            if part is not None:
+                merge_lse_(out, lse, *part)
+        self.attend_row_runs(q, out, lse)
+        return out, lse
+
+    def backward(self, saved: Saved, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, and dK and dV of the own keys; leaves those of pages that need them there."""
+        dq, dk, dv = self.own_backward(saved, *self.options.operands(key, value))
+        for rows, pages in self.visible_pages():
+            rows.add_gradients(dq, saved, pages)
+        return dq, *self.options.gradients(dk, dv)
+
     def own_forward(self, q: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """`(out, lse)` over the own keys, in the dtype of sums and the caller's to write to."""
         blocks = list(self.own_blocks(key.shape[-2]))
@@ -280,7 +276,7 @@ class _Blocks:
         return out, lse
 
     def own_backward(
-        self, saved: _Saved, key: Tensor, value: Tensor
+        self, saved: Saved, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of the own keys; dQ in the dtype of sums and the caller's to write to."""
         blocks = list(self.own_blocks(key.shape[-2]))
@@ -303,7 +299,7 @@ class _Blocks:
         return len(blocks) == 1 and blocks[0][:2] == everything
 
     def block_backward(
-        self, saved: _Saved, key: Tensor, value: Tensor, params: BlockParams
+        self, saved: Saved, key: Tensor, value: Tensor, params: BlockParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         return block_attention_backward(
             saved.grad_out,
@@ -333,6 +329,7 @@ class _Rows:
         queries, merged = self._enter(q), None
         for page, key, value in self.blocks.handle.store.read(pages, q.device, q.dtype):
             params = self.blocks.params(page.start, causal=False)
+            key, value = self.blocks.options.operands(key, value)
             part = block_attention(queries, key, value, params, impl=self.blocks.handle.impl)
             merged = _merged(merged, part)
         if merged is None:
@@ -340,11 +337,11 @@ class _Rows:
         out, lse = merged
         return self._leave(out), self._leave(lse.unsqueeze(-1)).squeeze(-1)
 
-    def add_gradients(self, dq: Tensor, saved: _Saved, pages: list[Page]) -> None:
+    def add_gradients(self, dq: Tensor, saved: Saved, pages: list[Page]) -> None:
         """Add the pages' part to `dq`; leaves dK and dV on pages that need them."""
         if not pages:
             return
-        entered = _Saved(
+        entered = Saved(
             self._enter(saved.q),
             self._enter(saved.grad_out),
             self._enter(saved.out),
@@ -354,9 +351,12 @@ class _Rows:
         store = self.blocks.handle.store
         for page, key, value in store.read(pages, dq.device, saved.q.dtype, with_cotangents=True):
             params = self.blocks.params(page.start, causal=False)
-            part, dk, dv = self.blocks.block_backward(entered, key, value, params)
+            options = self.blocks.options
+            block = options.operands(key, value)
+            part, *gradients = self.blocks.block_backward(entered, *block, params)
             total += part.to(total.dtype)
             if page.needs_cotangent:
+                dk, dv = options.gradients(*gradients)
                 store.add_cotangent(page, dk.to(dq.dtype), dv.to(dq.dtype))
         if self.fold:
             dq += self._leave(total)

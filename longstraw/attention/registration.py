@@ -5,7 +5,7 @@ One registered function serves every architecture whose layers pass through
 no mask at all, which is what a causal, right-padded engine wants.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import PromptStateError
 from ..state import CACHE_KWARG, LayerHandle
-from .paged import AttentionOptions, paged_attention
+from .operands import AttentionOptions
+from .paged import paged_attention
 
 ATTENTION_NAME = "longstraw"
 
@@ -33,6 +34,19 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls; returns `[B, T, H, Dv]`."""
+    handle = required_handle(module, kwargs, dropout)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap)
+    out = paged_attention(query, key, value, s_aux, handle, options)
+    return out.transpose(1, 2), None
+
+
+def required_handle(module: nn.Module, kwargs: Mapping[str, Any], dropout: float) -> LayerHandle:
+    """The handle that the cache has left for `module`'s attention.
+
+    Raises:
+        PromptStateError: there is none, or attention has dropout.
+    """
     handle: LayerHandle | None = kwargs.get(CACHE_KWARG)
     if handle is None:
         # Without a mask, attention without its cache would score responses as if there were no
@@ -48,10 +62,7 @@ def attention_function(
             f"{type(module).__name__} applies attention dropout {dropout}; a replay would draw "
             "another mask than the capture. Set attention_dropout=0 in the model's config."
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, sliding_window, softcap)
-    out = paged_attention(query, key, value, s_aux, handle, options)
-    return out.transpose(1, 2), None
+    return handle
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_function)

@@ -22,6 +22,7 @@ from ..members import GroupScores
 from ..models import RouterSums
 from ..models.registry import SERVED_FAMILIES
 from ..segments import PromptGroup
+from .sparse_definition import latents_constant, stop_tokens, ties_decided
 
 _STOPPED_NAME = "longstraw_stopped_definition"
 _prompt_len: list[int] = []
@@ -35,16 +36,18 @@ def full_sequence_step(
     prompt_gradient: str = "exact",
     temperature: float = 1.0,
     with_router: bool = False,
+    index_ties: str = "first",
 ) -> Tensor:
     """Add the gradient of `loss_of` to the parameters' `.grad`, the plain way.
 
     Args:
         model: the causal LM, or a PEFT model around one.
         groups, loss_of: as for `Engine.accumulate`.
-        prompt_gradient: "stopped" detaches keys and values of all prompt tokens but the last, and
-            all that they give to a recurrence.
+        prompt_gradient: "stopped" detaches keys and values (or latents) of all prompt tokens but
+            the last, and all that they give to a recurrence.
         temperature: logits are divided by it.
         with_router: give the loss routing sums.
+        index_ties: which of equal index scores are selected, see `EngineConfig`.
 
     Returns:
         The loss, detached.
@@ -59,6 +62,7 @@ def full_sequence_step(
                 prompt_gradient=prompt_gradient,
                 temperature=temperature,
                 with_router=with_router,
+                index_ties=index_ties,
             )
             for ids in group.completion_ids
         ]
@@ -83,6 +87,7 @@ def full_sequence_scores(
     prompt_gradient: str = "exact",
     temperature: float = 1.0,
     with_router: bool = False,
+    index_ties: str = "first",
 ) -> GroupScores:
     """Scores `[1, R]` of one response, with the graph of the whole sequence.
 
@@ -92,7 +97,7 @@ def full_sequence_scores(
     token_ids = torch.cat([prompt_ids, completion_ids])[None]
     num_constant = prompt_ids.numel() - 1 if prompt_gradient == "stopped" else 0
     options: dict[str, Any] = {"output_router_logits": True} if with_router else {}
-    with _prompt_state_constant(model, num_constant):
+    with _prompt_state_constant(model, num_constant), ties_decided(model, index_ties):
         output = model(input_ids=token_ids, use_cache=False, **options)
     logits = output.logits[0, prompt_ids.numel() - 1 : -1]
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
@@ -125,10 +130,16 @@ def _prompt_state_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
 
     And its recurrence, with their part of it.
     """
-    name = _STOPPED_NAME if num_tokens else "eager"
+    # Of latent attention the latents are held constant, and not what is made of them.
+    is_latent = any(hasattr(module, "expand_kv") for module in model.modules())
+    name = _STOPPED_NAME if num_tokens and not is_latent else "eager"
     _prompt_len.append(num_tokens)
     try:
-        with attend_with(model, name), _prompt_recurrence_constant(model, num_tokens):
+        with (
+            attend_with(model, name),
+            _prompt_recurrence_constant(model, num_tokens),
+            latents_constant(model, num_tokens),
+        ):
             yield
     finally:
         _prompt_len.pop()
@@ -157,21 +168,15 @@ def _prompt_recurrence_constant(model: nn.Module, num_tokens: int) -> Iterator[N
 def _stopped_convolution(
     function: Callable[..., Tensor], num_tokens: int, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    out = function(_stop(x, num_tokens, -1), *args, **kwargs)
-    return _stop(out, num_tokens, -1)
+    out = function(stop_tokens(x, num_tokens, -1), *args, **kwargs)
+    return stop_tokens(out, num_tokens, -1)
 
 
 def _stopped_delta_rule(
     function: Callable[..., Any], num_tokens: int, *qkv: Tensor, **kwargs: Any
 ) -> Any:
-    gates = {name: _stop(kwargs.pop(name), num_tokens, 1) for name in ("g", "beta")}
-    return function(*(_stop(x, num_tokens, 1) for x in qkv), **gates, **kwargs)
-
-
-def _stop(x: Tensor, num_tokens: int, dim: int) -> Tensor:
-    """`x` with its first tokens detached."""
-    before, after = x.split([num_tokens, x.shape[dim] - num_tokens], dim=dim)
-    return torch.cat([before.detach(), after], dim=dim)
+    gates = {name: stop_tokens(kwargs.pop(name), num_tokens, 1) for name in ("g", "beta")}
+    return function(*(stop_tokens(x, num_tokens, 1) for x in qkv), **gates, **kwargs)
 
 
 def _stopped_attention(
@@ -182,7 +187,7 @@ def _stopped_attention(
         raise UnsupportedModelError(
             f"{type(module).__module__} has no eager_attention_forward to take as definition."
         )
-    key, value = (_stop(x, _prompt_len[-1], -2) for x in (key, value))
+    key, value = (stop_tokens(x, _prompt_len[-1], -2) for x in (key, value))
     return eager(module, query, key, value, *args, **kwargs)
 
 

@@ -29,11 +29,13 @@ class Backend(ABC):
         turns: passes that contain collectives, which all ranks must make together.
         needs_anchor: whether every backward must reach every parameter, with zeros if need be.
         keeps_gradients: whether `.grad` holds what was accumulated, for others to read.
+        gathers_weights: whether a module's forward brings its weights together from all ranks.
     """
 
     turns: frozenset[Pass] = frozenset()
     needs_anchor: bool = False
     keeps_gradients: bool = True
+    gathers_weights: bool = False
 
     def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027  (optional)
         """Called before the first backward of each micro-batch."""

@@ -13,7 +13,7 @@ whoever made the loss (TRL's does). DeepSpeed takes the mean over all ranks, at 
 mesh and no model-parallel unit is ever given to it. Nothing else scales: bf16 and fp32 need no loss
 scale, fp16 is refused.
 
-The only file that imports deepspeed.
+Experts that AutoEP divides over ranks (`expert_parallel.py`) put collectives into every pass.
 """
 
 import importlib
@@ -31,6 +31,15 @@ from torch import Tensor, nn
 from ..distributed import Pass
 from ..errors import ConfigError, PromptStateError
 from .base import Backend, Finalized
+from .expert_parallel import (
+    check_expert_layers,
+    clip_gradients,
+    expert_parallel_size,
+    global_norm,
+    prepare_autoep,
+    whole_experts,
+    whole_state_dict,
+)
 from .torch import accumulate_in_fp32, fill_with_zeros, grad_dtypes, gradient_norm
 
 _EVERY_PASS = frozenset({Pass.CAPTURE, Pass.SCORE, Pass.BACKWARD})
@@ -49,6 +58,7 @@ class DeepSpeedBackend(Backend):
     Attributes:
         stage: of ZeRO.
         accumulate: "local" or "partitioned".
+        ep_size: ranks that the experts are divided over.
 
     Raises:
         ConfigError: a setting of the engine that would make the gradient wrong.
@@ -59,16 +69,20 @@ class DeepSpeedBackend(Backend):
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
         _check_engine(engine, self.stage)
+        check_expert_layers(engine)
+        self.ep_size = expert_parallel_size(engine.module)
         is_trained = hasattr(self.optimizer, "param_groups")
         self.accumulate = _choose(engine, self.stage, accumulate) if is_trained else "local"
         is_partitioned = self.accumulate == "partitioned"
-        if self.stage == 3:
+        if self.stage == 3 or self.ep_size > 1:
             self.turns = _EVERY_PASS
         elif is_partitioned:
             self.turns = frozenset({Pass.BACKWARD})
-        # ZeRO-3 opens its books at the top of the graph; buckets must fill alike on all ranks.
-        self.needs_anchor = self.stage == 3 or is_partitioned
-        self.keeps_gradients = not is_partitioned and self.stage < 3
+        # ZeRO-3 opens its books at the top of the graph; buckets must fill alike on all ranks; and
+        # a rank's experts wait for the gradients of other ranks' tokens.
+        self.needs_anchor = self.stage == 3 or is_partitioned or self.ep_size > 1
+        self.keeps_gradients = not is_partitioned and self.stage < 3 and self.ep_size == 1
+        self.gathers_weights = self.stage == 3
         self._num_backwards = 0
         self._is_emptied = False
         self._is_in_backward = self._is_broken = False
@@ -123,13 +137,18 @@ class DeepSpeedBackend(Backend):
 
     @contextmanager
     def weights_gathered(self) -> Iterator[None]:
-        if self.stage < 3:
-            yield
-            return
-        # A hook on the top module resets the order at every forward, with collectives in it.
-        coordinator = self._parameter_offload().get_param_coordinator()
-        with patch.object(coordinator, "reset_step", lambda: None):
-            yield
+        with whole_experts(self.engine.module):
+            if self.stage < 3:
+                yield
+                return
+            # A hook on the top module resets the order at every forward, with collectives in it.
+            coordinator = self._parameter_offload().get_param_coordinator()
+            with patch.object(coordinator, "reset_step", lambda: None):
+                yield
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The weights of all experts and of the rest, under transformers' names. Collective."""
+        return whole_state_dict(self.engine)
 
     def _parameter_offload(self) -> Any:
         return getattr(self.optimizer, "parameter_offload", self.optimizer)
@@ -154,7 +173,9 @@ class DeepSpeedBackend(Backend):
         self._reduce()
         if self.stage > 0 or self.engine.bfloat16_enabled():
             return Finalized(None)  # the optimizer looks itself, and skips
-        norm = gradient_norm(parameters)
+        norm = global_norm(parameters) if self.ep_size > 1 else gradient_norm(parameters)
+        if self.ep_size > 1:
+            clip_gradients(parameters, norm, self.engine.gradient_clipping())
         self.engine._global_grad_norm = norm  # a plain torch optimizer, which computes none
         is_finite = bool(torch.isfinite(norm))
         if not is_finite:
@@ -216,7 +237,8 @@ class DeepSpeedBackend(Backend):
             how = f"accumulate locally in {grad_dtypes(parameters)}, reduced once per step"
         else:
             how = f"are partitioned at each backward, in {self._partition_dtype()}"
-        return f"DeepSpeed ZeRO-{self.stage}: gradients of {count:,} parameters {how}"
+        experts = f"; experts are divided over {self.ep_size} ranks" if self.ep_size > 1 else ""
+        return f"DeepSpeed ZeRO-{self.stage}: gradients of {count:,} parameters {how}{experts}"
 
     def _partition_dtype(self) -> str:
         """What partitions add up in. Left to itself DeepSpeed takes the model's."""
@@ -246,15 +268,15 @@ class _CotangentSource(torch.autograd.Function):
 def prepare_deepspeed(*, on_cpu: bool) -> None:
     """Call before anything else imports deepspeed.
 
-    On the CPU no C++ extension is compiled when processes connect (45 s, and a stale lock file
+    AutoEP is told of what it does not know; see `prepare_autoep`. On the CPU no C++ extension is compiled when processes connect (45 s, and a stale lock file
     makes the next start wait for ever); DS_BUILD_SHM_COMM=1 asks for it.
     """
-    if not on_cpu:
-        return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if os.environ.get("DS_BUILD_SHM_COMM") != "1":
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if on_cpu and os.environ.get("DS_BUILD_SHM_COMM") != "1":
         # import_module: as an attribute of deepspeed.comm the name `torch` is torch itself.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    prepare_autoep()
 
 
 def bound_collectives(timeout_seconds: float) -> None:

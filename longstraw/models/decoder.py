@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import attend_with
+from ..attention import ATTENTION_NAME, attend_with
 from ..errors import DataError
-from ..state import ChunkCache, StateIsComplete, cotangent_dtype_for
+from ..state import Choices, ChunkCache, StateIsComplete, cotangent_dtype_for
+from .choosers import noting_experts
 from .gated_deltanet import DeltaNetShape, mixing_with_our_state
+from .mla_dsa import LATENT_ATTENTION_NAME, LatentShape, attending_to_latents
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 from .run_as import run_as
 
@@ -64,6 +66,7 @@ class Decoder:
         base: the causal LM below PEFT's wrapper.
         family: what `check_model` found.
         recurrence: the sizes of its recurrent layers; None for attention alone.
+        latent: the sizes of its latent attention; None for keys and values of heads.
         autocast: makes the context for forwards (mixed precision).
         fp32_head: whether logits are computed in fp32, outside `autocast`.
         cotangent_dtype: of the cotangents that `state_bytes` counts, see `EngineConfig`.
@@ -86,6 +89,7 @@ class Decoder:
         )
         self.family: Family = check_model(self.base)
         self.recurrence = DeltaNetShape.from_config(self.config)
+        self.latent = LatentShape.from_config(self.config)
         self.autocast = autocast
         self.fp32_head = fp32_head
         self.cotangent_dtype = cotangent_dtype
@@ -94,6 +98,7 @@ class Decoder:
         self._device = device
         self._project: Callable[[Tensor], Tensor] | None = None
         self._is_attached = False
+        self._choices: Choices | None = None
 
     @property
     def config(self) -> Any:
@@ -107,6 +112,17 @@ class Decoder:
     def recurrent_layers(self) -> frozenset[int]:
         """Layers whose state is a snapshot, and not keys and values of each token."""
         return self.recurrence.layers if self.recurrence is not None else frozenset()
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """Layers with an indexer, whose index keys are kept beside their state."""
+        return self.latent.index_layers if self.latent is not None else ()
+
+    @property
+    def index_places(self) -> dict[int, int]:
+        """The number under which a segment's state keeps the index keys of a layer: those behind
+        the numbers of layers."""
+        return {layer: self.num_layers + i for i, layer in enumerate(self.index_layers)}
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +161,11 @@ class Decoder:
         with ExitStack() as stack:
             self._is_attached = True
             stack.callback(setattr, self, "_is_attached", False)
-            stack.enter_context(attend_with(self.decoder))
+            name = ATTENTION_NAME if self.latent is None else LATENT_ATTENTION_NAME
+            stack.enter_context(attend_with(self.decoder, name))
             stack.enter_context(mixing_with_our_state(self.decoder))
+            stack.enter_context(attending_to_latents(self.decoder))
+            stack.enter_context(noting_experts(self.decoder, lambda: self._choices))
             for layer in layers:
                 # Our caches only read, so a recomputed layer sees the same states.
                 layer._can_checkpoint_with_cache = True
@@ -156,8 +175,10 @@ class Decoder:
     def forget_last_prompt(self) -> None:
         """Drop what a multimodal class remembers of where the prompt before this one stood.
 
-        Its `generate` adds that to the positions of whatever continues a cache, row by row.
+        Its `generate` adds that to the positions of whatever continues a cache, row by row. And
+        what a chunk's forward chose: a generation is none.
         """
+        self._choices = None
         for module in self.base.modules():
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # type: ignore[assignment]
@@ -171,6 +192,7 @@ class Decoder:
     ) -> ChunkOutput:
         """Run `[B, C]` tokens that stand at `positions` `[C]`."""
         options = {"output_router_logits": True} if with_router else {}
+        self._choices = cache.choices  # until the next one: layers may be recomputed in a backward
         try:
             with self.autocast():
                 output = self.decoder(
@@ -226,8 +248,14 @@ class Decoder:
         """Bytes of the state that `num_tokens` add up to: keys and values of La attention layers.
 
         La * 2 * K * D * itemsize     (+ La * 2 * K * D * 4 for fp32 cotangents, * 2 for bf16)
+
+        For latent attention see `LatentShape.token_bytes`.
         """
         config = self.config
+        if self.latent is not None:
+            cotangents = cotangent_dtype_for(self.base.dtype, self.cotangent_dtype).itemsize
+            sizes = self.base.dtype.itemsize, cotangents if with_cotangents else 0
+            return self.latent.token_bytes(self.num_layers, *sizes) * num_tokens
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = self.base.dtype

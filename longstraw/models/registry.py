@@ -51,6 +51,9 @@ _FAMILIES = (
     Family("qwen3_5_moe_text", "Gated DeltaNet, experts", router_top_k="num_experts_per_tok"),
     Family("qwen3_5_moe", "the same, without vision", router_top_k="num_experts_per_tok"),
     Family("qwen3_next", "Gated DeltaNet, experts", router_top_k="num_experts_per_tok"),
+    Family("deepseek_v3", "latent attention, experts; also Kimi K2"),
+    Family("deepseek_v32", "latent attention, sparse attention, experts"),
+    Family("glm_moe_dsa", "the same, with shared selections; GLM-5, GLM-5.2"),
     Family("gpt2", "learned positions", can_checkpoint=False, has_learned_positions=True),
 )
 SERVED_FAMILIES = {family.model_type: family for family in _FAMILIES}

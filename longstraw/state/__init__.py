@@ -1,8 +1,9 @@
 """Captured state: pages, the store that holds them, and the cache that readers go through."""
 
 from .cache import ChunkCache, DecodeCache
+from .choices import Choices, fingerprint
 from .free_memory import FreeMemory
-from .pages import Page, Snapshot, cotangent_dtype_for
+from .pages import IndexKeys, Page, Snapshot, cotangent_dtype_for
 from .reader import CACHE_KWARG, LayerHandle, Reader, RowRun, StateIsComplete
 from .recurrent import ChunkRecurrence, DecodeRecurrence
 from .segment_state import SegmentState
@@ -10,11 +11,13 @@ from .store import PageStore
 
 __all__ = [
     "CACHE_KWARG",
+    "Choices",
     "ChunkCache",
     "ChunkRecurrence",
     "DecodeCache",
     "DecodeRecurrence",
     "FreeMemory",
+    "IndexKeys",
     "LayerHandle",
     "Page",
     "PageStore",
@@ -24,4 +27,5 @@ __all__ = [
     "Snapshot",
     "StateIsComplete",
     "cotangent_dtype_for",
+    "fingerprint",
 ]

@@ -7,12 +7,14 @@ that a layer recomputed under gradient checkpointing reads exactly what it read 
 member of a group can see another.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .reader import CACHE_KWARG, Reader, ReaderLayer, StateIsComplete
+from .choices import Choices
+from .reader import CACHE_KWARG, LayerHandle, Reader, ReaderLayer, StateIsComplete
 from .recurrent import ChunkRecurrence, DecodeRecurrence
 
 
@@ -20,13 +22,15 @@ class ChunkLayer(ReaderLayer):
     """One layer of one chunk's forward.
 
     Attributes:
-        ends_forward: whether the forward is over when this layer has its keys and values.
+        ends_forward: whether the forward is over when this layer has its state.
         keeps_state: whether anybody will read `own`.
         own: the chunk's own keys and values as the first forward produced them; under autograd
             they are the roots that carry the cotangents of later readers.
+        own_index: its own index keys, where the layer has an indexer; see `IndexKeys`.
     """
 
     own: tuple[Tensor, Tensor] | None = None
+    own_index: tuple[Tensor, Tensor] | None = None
     ends_forward = False
     keeps_state = True
 
@@ -41,11 +45,19 @@ class ChunkLayer(ReaderLayer):
         if self.own is None and self.keeps_state:
             # Only the first time: a recompute under checkpointing makes tensors of another graph.
             self.own = (key_states, value_states)
-            if self.ends_forward:
+            if self.ends_forward and not self.has_indexer:
                 raise StateIsComplete
         if kwargs is not None:
             kwargs[CACHE_KWARG] = self.handle()
         return key_states, value_states
+
+    def update_index(self, rotated: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, LayerHandle]:
+        """Take a chunk's index keys, `[B, 1, T, ..]` each; gives them back, with their history."""
+        if self.own_index is None and self.keeps_state:
+            self.own_index = rotated.detach(), rest.detach()
+            if self.ends_forward:
+                raise StateIsComplete
+        return rotated, rest, self.index_handle()
 
 
 class ChunkCache(Cache):
@@ -56,6 +68,9 @@ class ChunkCache(Cache):
             attention, its MLP and what comes after them are dead work then.
         keeps_state: False for a chunk that no later one reads, whose state would be held for all
             layers and rows until the forward is over.
+
+    Attributes:
+        choices: what the forward chooses, noted as it does.
     """
 
     def __init__(
@@ -69,6 +84,7 @@ class ChunkCache(Cache):
                 for i in range(len(reader.histories))
             ]
         )
+        self.choices = Choices()
         setattr(self.layers[-1], "ends_forward", state_only)  # noqa: B010  (typed as any kind)
         for layer in self.layers:
             setattr(layer, "keeps_state", keeps_state)  # noqa: B010
@@ -81,6 +97,12 @@ class ChunkCache(Cache):
         """
         own = getattr(self.layers[layer], "own")  # noqa: B009  (typed as any kind of layer)
         assert own is not None, f"layer {layer} did not pass through the cache"
+        return own
+
+    def own_index(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What the chunk adds to the index keys of `layer`; see `IndexKeys`."""
+        own = getattr(self.layers[layer], "own_index")  # noqa: B009
+        assert own is not None, f"the indexer of layer {layer} did not pass through the cache"
         return own
 
     def leave_cotangents(self) -> None:
@@ -100,6 +122,21 @@ class DecodeLayer(ReaderLayer):
         super().__init__(reader, layer)
         self._key: Tensor | None = None
         self._value: Tensor | None = None
+        self._index: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.memo: dict[str, Tensor] = {}
+
+    def update_index(self, rotated: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, LayerHandle]:
+        """As of `ChunkLayer`; gives back the index keys of all tokens decoded so far."""
+        # Behind `update`, which has counted these tokens.
+        used = self.num_seen - rotated.shape[-2] - self.start
+        grown = [
+            _grow_into(buffer, used, new)
+            for buffer, new in zip(self._index, (rotated, rest), strict=True)
+        ]
+        self._index = grown[0], grown[1]
+        used = self.num_seen - self.start
+        handle = replace(self.index_handle(), q_start=self.num_seen - rotated.shape[-2])
+        return grown[0][..., :used, :], grown[1][..., :used, :], handle
 
     def update(
         self,
@@ -113,7 +150,7 @@ class DecodeLayer(ReaderLayer):
         self._key = _grow_into(self._key, used, key_states)
         self._value = _grow_into(self._value, used, value_states)
         if kwargs is not None:
-            kwargs[CACHE_KWARG] = self.handle()
+            kwargs[CACHE_KWARG] = replace(self.handle(), memo=self.memo)
         self.num_seen += key_states.shape[-2]
         used = self.num_seen - self.start
         return self._key[..., :used, :], self._value[..., :used, :]

@@ -1,6 +1,8 @@
 """A page: keys and values of consecutive tokens in one layer, and the cotangents left on them.
 
-A recurrent layer has snapshots in their place: all that its later tokens read of the earlier ones.
+Where attention works on latents these stand in place of the values' and keys' heads. A recurrent
+layer has snapshots in their place: all that its later tokens read of the earlier ones. A layer that
+selects what attention reads has index keys beside them.
 
 Pages know positions and bytes; they know nothing of models, segments or who reads them.
 """
@@ -31,8 +33,9 @@ class Page:
 
     Attributes:
         start: absolute position of the first token.
-        key: `[B, K, S, D]` on the page's home device; after the rotary embedding.
-        value: `[B, K, S, Dv]`.
+        key: `[B, K, S, D]` on the page's home device; after the rotary embedding. Of latent
+            attention the latents, `[B, 1, S, D]`.
+        value: `[B, K, S, Dv]`. Of latent attention the rotary keys.
         needs_cotangent: whether readers' backwards leave dL/dkey and dL/dvalue here. False holds
             the page constant.
         cotangent_dtype: in what they add up.
@@ -139,3 +142,13 @@ class Snapshot(Page):
     def num_tokens(self) -> int:
         """None of its own."""
         return 0
+
+
+@dataclass(eq=False)
+class IndexKeys(Page):
+    """What an indexer reads of tokens to select among them. A selection has no gradient.
+
+    Attributes:
+        key: the part after the rotary embedding, `[B, 1, S, Dr]`.
+        value: the rest, `[B, 1, S, D - Dr]`.
+    """

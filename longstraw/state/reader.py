@@ -3,7 +3,7 @@
 Knows pages and positions; knows nothing of what a layer computes with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,22 +45,23 @@ class RowRun:
         ]
 
 
-class KeptAttention:
-    """Hands the result of a checkpointed layer's attention to its recompute.
+class Kept:
+    """Hands what a checkpointed layer found in its history to its recompute.
 
-    Under gradient checkpointing a layer runs twice, and attention over a long history is most of
-    it. The result is one more hidden state per layer and token, beside the layer's input that is
-    kept anyway; with it the recompute visits no page.
+    Under gradient checkpointing a layer runs twice, and visiting a long history is most of it. The
+    result of attention is one more hidden state per layer and token, beside the layer's input that
+    is kept anyway; the selection of an indexer is kept anyway where later layers use it. With them
+    the recompute visits no page.
     """
 
     def __init__(self) -> None:
-        self._result: tuple[Tensor, Tensor] | None = None
+        self._result: tuple[Tensor, ...] | None = None
 
-    def put(self, out: Tensor, lse: Tensor) -> None:
+    def put(self, *result: Tensor) -> None:
         """Leave the result for the recompute."""
-        self._result = (out, lse)
+        self._result = result
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
+    def take(self) -> tuple[Tensor, ...] | None:
         """What was put here, once; None if nothing was."""
         result, self._result = self._result, None
         return result
@@ -79,6 +80,8 @@ class LayerHandle:
         impl: attention implementation, see `EngineConfig.attention`.
         kept: the way to this layer's recompute, if there will be one.
         travel: how queries meet keys that other ranks own.
+        index_ties: see `EngineConfig`; of an indexer.
+        memo: what a layer computes once for all tokens of a generation; None elsewhere.
     """
 
     history: list[Page]
@@ -87,8 +90,10 @@ class LayerHandle:
     own_start: int
     impl: str = "auto"
     row_runs: Sequence[RowRun] = ()
-    kept: KeptAttention | None = None
+    kept: Kept | None = None
     travel: Travel = field(default_factory=Travel)
+    index_ties: str = "first"
+    memo: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,9 @@ class Reader:
         is_recomputed: whether layers run again in their backward, from the same cache.
         travel: how queries meet keys that other ranks own.
         recurrent_layers: layers whose history is a snapshot.
+        index_histories: of layers with an indexer, the pages of its keys that all rows read.
+        index_row_runs: of layers with an indexer, those that some rows read.
+        index_ties: see `EngineConfig`.
     """
 
     histories: list[list[Page]]
@@ -112,6 +120,9 @@ class Reader:
     is_recomputed: bool = False
     travel: Travel = field(default_factory=Travel)
     recurrent_layers: frozenset[int] = frozenset()
+    index_histories: Mapping[int, list[Page]] = field(default_factory=dict)
+    index_row_runs: Mapping[int, Sequence[RowRun]] = field(default_factory=dict)
+    index_ties: str = "first"
 
 
 class ReaderLayer(CacheLayerMixin):
@@ -123,13 +134,17 @@ class ReaderLayer(CacheLayerMixin):
         super().__init__()
         self.is_initialized = True
         self.reader = reader
+        self.layer = layer
         self.history = reader.histories[layer]
         self.row_runs = reader.row_runs[layer] if reader.row_runs else ()
         self.start = reader.start
         self.num_seen = reader.start
-        self.kept = KeptAttention() if reader.is_recomputed else None
+        self.kept = Kept() if reader.is_recomputed else None
+        self.kept_selection = Kept() if reader.is_recomputed else None
+        self.has_indexer = layer in reader.index_histories
 
     def handle(self) -> LayerHandle:
+        """What the layer's attention reads."""
         reader = self.reader
         return LayerHandle(
             history=self.history,
@@ -140,6 +155,20 @@ class ReaderLayer(CacheLayerMixin):
             row_runs=self.row_runs,
             kept=self.kept,
             travel=reader.travel,
+        )
+
+    def index_handle(self) -> LayerHandle:
+        """What the layer's indexer reads. Only of a layer that has one."""
+        reader = self.reader
+        return LayerHandle(
+            history=reader.index_histories[self.layer],
+            store=reader.store,
+            q_start=self.num_seen,
+            own_start=self.start,
+            row_runs=reader.index_row_runs.get(self.layer, ()),
+            kept=self.kept_selection,
+            travel=reader.travel,
+            index_ties=reader.index_ties,
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import PromptStateError
 from ..segments import Chunk, Segment
-from .pages import Page, Snapshot
+from .choices import Choices
+from .pages import IndexKeys, Page, Snapshot
 from .store import PageStore
 
 
@@ -60,6 +61,7 @@ class SegmentState:
         # layer -> chunk index -> pages
         self._pages: list[dict[int, list[Page]]] = [{} for _ in range(num_layers)]
         self._held_chunks: set[int] = set()
+        self._choices: dict[int, Choices] = {}
 
     @cached_property
     def tokens_on_cpu(self) -> Tensor:
@@ -87,7 +89,7 @@ class SegmentState:
         """From now on readers leave cotangents here."""
         self.needs_cotangent = True
         for page in self._all_pages():
-            page.needs_cotangent = True
+            page.needs_cotangent = not isinstance(page, IndexKeys)
 
     def append(
         self,
@@ -96,6 +98,7 @@ class SegmentState:
         key: Tensor,
         value: Tensor,
         runs: Sequence[tuple[slice, int]],
+        kind: type[Page] = Page,
     ) -> None:
         """Copy one layer's keys and values of `chunk` into pages.
 
@@ -103,14 +106,15 @@ class SegmentState:
             key, value: `[B, K, T, D]`.
             runs: which of the T tokens are kept here, and where each run of them stands in the
                 chunk; see `Travel.own_runs`.
+            kind: of pages; index keys are kept under a number of their own, see `Reader`.
         """
         start = self.segment.start + chunk.start
         self._held_chunks.add(chunk.index)
         pages = self._pages[layer].setdefault(chunk.index, [])
+        needs_cotangent = self.needs_cotangent and kind is not IndexKeys
         for columns, place in runs:
-            pages += self._store.write(
-                key[..., columns, :], value[..., columns, :], start + place, self.needs_cotangent
-            )
+            part = key[..., columns, :], value[..., columns, :]
+            pages += self._store.write(*part, start + place, needs_cotangent, kind)
 
     def append_snapshot(self, chunk: Chunk, layer: int, recurrent: Tensor, conv: Tensor) -> None:
         """Copy a recurrent layer's state behind `chunk`; see `Snapshot` for the shapes."""
@@ -130,6 +134,14 @@ class SegmentState:
             for index, pages in sorted(layer.items())[:-1]:
                 if isinstance(pages[-1] if pages else None, Snapshot):
                     self._store.release(layer.pop(index))
+
+    def note_choices(self, chunk: Chunk, choices: Choices) -> None:
+        """Keep what the capture of `chunk` has chosen, for its backward to compare with."""
+        self._choices[chunk.index] = choices.packed()
+
+    def choices(self, chunk: Chunk) -> Choices | None:
+        """What `note_choices` kept of a chunk."""
+        return self._choices.get(chunk.index)
 
     def holds(self, chunk: Chunk) -> bool:
         """Whether the chunk was captured; by this rank too if it owns none of its tokens."""
@@ -172,6 +184,7 @@ class SegmentState:
         """Drop one chunk's pages and cotangents in every layer."""
         self._is_used_up = True
         self._held_chunks.discard(chunk.index)
+        self._choices.pop(chunk.index, None)
         for layer in self._pages:
             self._store.release(layer.pop(chunk.index, []))
 
@@ -181,6 +194,7 @@ class SegmentState:
         self._has_been_read = False
         self.router_cotangent = None
         self._held_chunks.clear()
+        self._choices.clear()
         for layer in self._pages:
             for pages in layer.values():
                 self._store.release(pages)

@@ -122,7 +122,14 @@ class PageStore:
 
     # ---------------------------------------------------------------- pages
 
-    def write(self, key: Tensor, value: Tensor, start: int, needs_cotangent: bool) -> list[Page]:
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        start: int,
+        needs_cotangent: bool,
+        kind: type[Page] = Page,
+    ) -> list[Page]:
         """Copy `[B, K, T, D]` keys and values that begin at position `start` into new pages.
 
         Key and value may be dropped, but not written to, as soon as this returns.
@@ -137,7 +144,7 @@ class PageStore:
             for offset in range(0, key.shape[-2], self.page_size):
                 run = slice(offset, offset + self.page_size)
                 sources.append((key[..., run, :], value[..., run, :]))
-                pages.append(self._new_page(*sources[-1], start + offset, needs_cotangent))
+                pages.append(self._new_page(*sources[-1], start + offset, needs_cotangent, kind))
                 if not at_once:
                     self._fill(pages[-1:], sources[-1:], staging)
             if at_once:
@@ -255,6 +262,20 @@ class PageStore:
                 target += gradient.to(self.device)
         if page.place is not None and self._spill is not None:
             self._spill.changed(page, page.place.cotangents)
+
+    def visit_cotangents(self, pages: Sequence[Page], device: torch.device) -> Iterator[Page]:
+        """Each page in order, for a reader on `device` that calls `add_cotangent` and reads no
+        state."""
+        staging = self._staging(device)
+        self._begin_visit(pages, with_state=False, with_cotangents=True)
+        if staging is None:
+            for page in pages:
+                self._bring(page)
+                yield page
+            return
+        for slot in staging.visit(pages, with_state=False, with_cotangents=True):
+            assert slot.page is not None
+            yield slot.page
 
     def join_cotangents(
         self, pages: Sequence[Page], key: Tensor, value: Tensor

@@ -1,0 +1,78 @@
+"""Attention of each query over rows that were selected for it, as in DeepSeek Sparse Attention.
+
+Keys and values are one table of latents: a row is a key, and its first columns are the value. All
+heads read the same rows (multi-head latent attention in its absorbed form), so that the cost is
+that of the selected rows, whatever the length of the table.
+"""
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+__all__ = ["selected_attention", "selected_attention_backward"]
+
+
+def selected_attention(
+    q: Tensor, rows: Tensor, index: Tensor, softmax_scale: float, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to the selected rows.
+
+        scores = softmax_scale * q rows[index]^T
+        lse    = logsumexp(scores)            out = exp(scores - lse) rows[index][:, :value_dim]
+
+    Args:
+        q: `[N, H, D]`; half precision is accumulated in fp32.
+        rows: `[M, D]`, same dtype, M > 0.
+        index: `[N, K]` integer, rows of each query; negative ones are none.
+        softmax_scale: factor on the scores before the softmax.
+        value_dim: columns of a row that are its value.
+
+    Returns:
+        `out` `[N, H, value_dim]` and `lse` `[N, H]` (natural log) in fp32 (fp64 for fp64). A query
+        without a row has `out = 0` and `lse = -inf`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    _check(q, rows, index, value_dim)
+    return reference.forward(q, rows, index, softmax_scale, value_dim)
+
+
+def selected_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    index: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients, given the output merged over all tables that a query reads.
+
+    Args:
+        grad_out, out: `[N, H, value_dim]`; lse: `[N, H]`; of the merged result.
+        q, rows, index, softmax_scale: as in `selected_attention`.
+
+    Returns:
+        `dq` `[N, H, D]` and `drows` `[M, D]`, in fp32 (fp64 for fp64); the same bits each time.
+    """
+    _check(q, rows, index, out.shape[-1])
+    return reference.backward(grad_out, q, rows, index, out, lse, softmax_scale)
+
+
+def _check(q: Tensor, rows: Tensor, index: Tensor, value_dim: int) -> None:
+    fits = (
+        q.dim() == 3
+        and rows.dim() == 2
+        and index.dim() == 2
+        and q.shape[0] == index.shape[0]
+        and q.shape[2] == rows.shape[1] >= value_dim
+        and rows.shape[0] > 0
+    )
+    if not fits or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"q {tuple(q.shape)}, rows {tuple(rows.shape)}, index {tuple(index.shape)} of "
+            f"{index.dtype} and value_dim={value_dim} do not fit together; needed are [N, H, D], "
+            "[M, D] with M > 0, [N, K] of integers, and value_dim <= D."
+        )
