@@ -30,7 +30,7 @@ test: $(READY)  ## run the test suite (two CPU cores); for one test: .venv/bin/p
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not ranks and not slow"
 	.venv/bin/python -m pytest -m "ranks and not slow"
 
-test-slow: $(READY)  ## run what `make test` leaves out: the rest of the matrices under DeepSpeed, and more families
+test-slow: $(READY)  ## run what `make test` leaves out: the rest of the matrices, and more families
 	.venv/bin/python -m pytest -m slow
 
 check: $(READY)  ## lint, format and types; changes nothing

@@ -67,8 +67,8 @@ def main(args: Arguments) -> None:
         sp_size=size,
         progress=not dist.is_initialized() or dist.get_rank() == 0,
     )
-    short = update(config, args.layers, SHORT)
-    found = update(config, args.layers, args.prompt_tokens)
+    short = update(config, make_model(args.layers), SHORT)
+    found = update(config, make_model(args.layers), args.prompt_tokens)
     predicted = short.peak_bytes + found.formula_bytes - short.formula_bytes
     print(
         f"{args.prompt_tokens:,} tokens, {config.prompt_gradient}, {size} rank(s)\n"
@@ -83,9 +83,9 @@ def main(args: Arguments) -> None:
         dist.destroy_process_group()
 
 
-def update(config: EngineConfig, num_layers: int, prompt_tokens: int) -> Update:
+def update(config: EngineConfig, model: nn.Module, prompt_tokens: int) -> Update:
     """The gradient of one group, and what it took."""
-    model, group = make_model(num_layers), group_of(prompt_tokens)
+    group = group_of(prompt_tokens)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # as in every step but the first
     engine = Engine(model, config)

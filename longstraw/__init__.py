@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PromptStateError,
         RankLostError,
         RanksAbortedError,
+        ReplayMismatchError,
         ShapeError,
         StalePromptStateError,
         UnsupportedModelError,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 _HOME = {
     "RanksAbortedError": "errors",
     "RankLostError": "errors",
+    "ReplayMismatchError": "errors",
     "FinalizeReport": "reports",
     "PromptDrift": "drift",
     "check_ranks": "distributed.launch",
@@ -102,6 +104,7 @@ __all__ = [
     "RankLostError",
     "RankWatch",
     "RanksAbortedError",
+    "ReplayMismatchError",
     "RouterSums",
     "Segment",
     "SequenceGroup",

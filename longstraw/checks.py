@@ -19,16 +19,22 @@ def check_backend(config: EngineConfig, decoder: Decoder, backend: Backend) -> N
             "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
             "LoRA under stage 2."
         )
-    if Pass.SCORE in backend.turns and any(decoder.head.children()):
+    if backend.gathers_weights and any(decoder.head.children()):
         raise ConfigError(
             f"the head is a {type(decoder.head).__name__} of several modules, whose "
             "weights ZeRO-3 would bring together for each slice of rows, and ranks have "
             "different numbers of slices. Leave the head out of target_modules, or use ZeRO-2."
         )
-    if Pass.CAPTURE in backend.turns and config.refresh_steps is None:
+    if backend.gathers_weights and config.refresh_steps is None:
         raise ConfigError(
             "prompt_refresh='never' (longstraw_prompt_refresh in the trainer) runs prompts without "
             "adapters, and ZeRO-3 brings an adapter's weights together in every forward of every "
             "rank, also of those that have no prompt to run. Use ZeRO-2, or refresh prompts every "
             "step or every few steps."
+        )
+    if Pass.CAPTURE in backend.turns and config.refresh_steps is None:
+        raise ConfigError(
+            "prompt_refresh='never' (longstraw_prompt_refresh in the trainer) is not served with "
+            "expert_parallel. Leave expert_parallel out, or refresh prompts every step or every "
+            "few steps."
         )

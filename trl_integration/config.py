@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from trl import GRPOConfig
@@ -108,6 +109,15 @@ class LongStrawGRPOConfig(GRPOConfig):
         metadata={
             "help": "Attention implementation; 'auto' takes the fastest that can compute a block.",
             "choices": ["auto", "reference", "torch_flash"],
+        },
+    )
+    longstraw_index_ties: str = field(
+        default="first",
+        metadata={
+            "help": "Which of several tokens with the same index score sparse attention (DeepSeek "
+            "V3.2, GLM-5) selects: the 'first' in the sequence or the 'last'. For the rule of the "
+            "engine that generates; TRL's own scoring takes any of them, by the row's length.",
+            "choices": ["first", "last"],
         },
     )
     longstraw_shared_rollout: bool = field(
@@ -282,6 +292,7 @@ class LongStrawGRPOConfig(GRPOConfig):
             cotangent_dtype=self.longstraw_cotangent_dtype,  # type: ignore[arg-type]
             logprob_chunk_size=self.longstraw_logprob_chunk_size,
             attention=self.longstraw_attention,
+            index_ties=self.longstraw_index_ties,  # type: ignore[arg-type]
             temperature=self.temperature,
             fp32_head=self.cast_lm_head_to_fp32,
             log_gradient_gap=self.longstraw_log_gradient_gap,
@@ -297,3 +308,20 @@ class LongStrawGRPOConfig(GRPOConfig):
 
 def _gib(number: float | None) -> int | None:
     return None if number is None else int(number * 2**30)
+
+
+def own_config(args: Any, model: Any) -> LongStrawGRPOConfig:
+    """The trainer's config: the default one for None.
+
+    Raises:
+        ConfigError: it is TRL's.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return LongStrawGRPOConfig(f"{name.split('/')[-1] or 'model'}-LongStrawGRPO")
+    if not isinstance(args, LongStrawGRPOConfig):
+        raise ConfigError(
+            f"args is a {type(args).__name__}: LongStrawGRPOTrainer takes a LongStrawGRPOConfig, "
+            "which has the same fields and more. Change the name of the config as well."
+        )
+    return args

@@ -121,7 +121,20 @@ REFUSED = (
         "Remove the key, and give the trainer longstraw_sp_size instead.",
     ),
     Refused("pipeline", _is_set, _SPLITS_TOKENS, "Remove the section."),
-    Refused("expert_parallel", _is_enabled, _SPLITS_TOKENS, "Remove the section."),
+    Refused(
+        "expert_parallel.expert_tensor_parallel_size",
+        _is_several,
+        "each expert is whole on one rank",
+        "Remove the key, and give more ranks to autoep_size.",
+    ),
+    Refused(
+        "expert_parallel.comm_backend",
+        lambda value: value != "comm",
+        _NOT_RUN,
+        'Write "comm_backend": "comm", or remove the key.',
+    ),
+    Refused("expert_parallel.async_split_plan", _is_set, _NOT_RUN, "Remove the key."),
+    Refused("use_data_before_expert_parallelism", _is_set, _NOT_RUN, "Remove the key."),
     Refused("curriculum_learning", _is_set, _CHANGES_INPUTS, "Remove the section."),
     Refused("data_efficiency", _is_enabled, _CHANGES_INPUTS, "Remove the section."),
     Refused("progressive_layer_drop", _is_set, _CHANGES_INPUTS, "Remove the section."),
@@ -205,11 +218,81 @@ def check_deepspeed_config(config: Config, args: "LongStrawGRPOConfig") -> None:
     _check_precision(config, args, stage)
     if stage == 3:
         _check_stage_3(config, args)
+    if divides_experts(config):
+        _check_experts(config, args, stage)
     if _is_set(config.get("activation_checkpointing")):
         warnings.warn(
             '"activation_checkpointing" in the DeepSpeed config has no effect on models of '
             "transformers. Remove it; gradient_checkpointing=True is the trainer's own.",
             stacklevel=2,
+        )
+
+
+def divides_experts(config: Config) -> bool:
+    """Whether the DeepSpeed config divides experts over ranks."""
+    return _is_enabled(config.get("expert_parallel"))
+
+
+def refuse_generation_by_each_rank(config: Config, reason: str) -> None:
+    """Raise if each token needs the experts of other ranks.
+
+    Args:
+        reason: why TRL generates by itself.
+    """
+    if divides_experts(config):
+        raise ConfigError(
+            f"{reason} with expert_parallel: TRL would generate on each rank by itself, and each "
+            "token needs the experts of other ranks. Leave it out."
+        )
+
+
+def refuse_turns_of_each_rank(config: Config) -> None:
+    """Raise if decoding a turn takes what other ranks have: they have other numbers of turns."""
+    stage = _read(config, _ZERO + "stage")
+    if stage == 3 or divides_experts(config):
+        found = "ZeRO-3" if stage == 3 else "expert_parallel"
+        raise ConfigError(
+            f"tools or environment_factory under {found}: whole weights are brought together for "
+            "each turn, and ranks have different numbers of turns. Use ZeRO-2 without "
+            "expert_parallel, or generate with vLLM."
+        )
+
+
+def check_divided_experts(config: Config, model: Any, args: "LongStrawGRPOConfig") -> None:
+    """Refuse adapters that AutoEP does not carry over, before DeepSpeed stumbles over them.
+
+    Args:
+        config: the DeepSpeed config.
+        model: as it is given to DeepSpeed, adapters included.
+        args: the trainer's settings that go with it.
+
+    Raises:
+        ConfigError: names the module, and what to do instead.
+    """
+    if not divides_experts(config):
+        return
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(module, "base_layer"):
+            raise ConfigError(
+                f"{name} has an adapter, and expert_parallel divides experts without one. Name the "
+                'layers of attention in target_modules (["q_proj", "k_proj", "v_proj", "o_proj"]; '
+                '"all-linear" takes experts too), or leave expert_parallel out.'
+            )
+    stage = _read(config, _ZERO + "stage")
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    if any(p.requires_grad for p in experts):
+        return
+    if stage in (1, 2):
+        raise ConfigError(
+            f"no expert is trained, with expert_parallel under ZeRO-{stage}, where DeepSpeed "
+            "expects some. Use stage 3 (ds_configs/zero3_experts.json), or 0."
+        )
+    if stage == 3 and args.save_strategy != "no" and not args.save_only_model:
+        raise ConfigError(
+            f"save_strategy={str(args.save_strategy)!r}, and no expert is trained, with "
+            "expert_parallel under ZeRO-3, where DeepSpeed writes checkpoints of trained experts "
+            "only. Set save_only_model=True, which writes the adapter, or use stage 0, whose "
+            "checkpoints a run can go on from."
         )
 
 
@@ -323,6 +406,28 @@ def _check_stage_3(config: Config, args: "LongStrawGRPOConfig") -> None:
             f'that can be loaded. Write "zero_optimization": {{"{key}": true}}, or convert a '
             "checkpoint with the zero_to_fp32.py that lies in it.",
             stacklevel=3,
+        )
+
+
+def _check_experts(config: Config, args: "LongStrawGRPOConfig", stage: int) -> None:
+    """AutoEP replaces experts after the trainer would have made its optimizer."""
+    if stage in (1, 2) and not _is_set(config.get("optimizer")):
+        raise ConfigError(
+            f"{_found('optimizer', None)}, with expert_parallel under ZeRO-{stage}: the optimizer "
+            "has to be made after the experts are divided, by DeepSpeed. Write "
+            '"optimizer": {"type": "AdamW", "params": {"torch_adam": true, "lr": "auto", '
+            '"betas": "auto", "eps": "auto", "weight_decay": "auto"}}, or use stage 3 '
+            "(ds_configs/zero3_experts.json)."
+        )
+    if stage == 2 and _read(config, _ZERO + "contiguous_gradients") is False:
+        raise ConfigError(
+            f"{_found(_ZERO + 'contiguous_gradients', False)}, with expert_parallel under ZeRO-2, "
+            'where DeepSpeed needs it. Write "contiguous_gradients": true, or use stage 1 or 3.'
+        )
+    if args.use_vllm:
+        raise ConfigError(
+            "use_vllm=True with expert_parallel: weights are sent to vLLM under names of AutoEP's, "
+            "and only those of one rank's experts. Leave use_vllm out."
         )
 
 

@@ -22,3 +22,10 @@ class ReplayedEngine(DeepSpeedEngineWrapper):
         """Take the optimizer's step if the accumulation ends here."""
         if sync_gradients:
             self.backend.step()
+
+
+def drive_accelerator(accelerator: Any, backend: DeepSpeedBackend) -> None:
+    """Let accelerate step and save through `backend`."""
+    accelerator.deepspeed_engine_wrapped = ReplayedEngine(backend)
+    if backend.ep_size > 1:  # accelerate's own would write the first rank's experts only
+        accelerator.get_state_dict = lambda model, unwrap=True: backend.whole_state_dict()

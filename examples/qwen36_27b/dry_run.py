@@ -11,131 +11,53 @@ was read. With them every text projection at rank 16 has 116,727,808 trained par
 """
 
 import argparse
-import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from peft import LoraConfig
 from transformers import AutoConfig
-from trl import ModelConfig, get_peft_config
 
-from examples.qwen36_27b.meta_run import (
-    count_passes,
-    decoder_on_meta,
-    logits_bytes_per_entry,
-    slice_of,
-)
+from examples.dry_run.launch import Run, check_groups
+from examples.dry_run.launch import read_run as read_launch
+from examples.dry_run.meta_run import count_passes, decoder_on_meta, logits_bytes_per_entry
+from examples.dry_run.table import DEVICE_GIB, Plan, report, rows_and_tokens
+from examples.dry_run.terms import BF16, Term, adapter_terms, total
 from examples.qwen36_27b.terms import (
-    BF16,
-    GIB,
-    Term,
-    adapter_terms,
     kept_terms,
+    slice_of,
     state_terms,
-    total,
     unkept_bytes,
     weight_terms,
 )
 from examples.qwen36_27b.train import make_parser
-from longstraw import ConfigError, EngineConfig, LongStrawError
+from longstraw import ConfigError, LongStrawError
 from longstraw.models import Decoder
 from longstraw.models.gated_deltanet import DeltaNetShape
-from trl_integration import LongStrawGRPOConfig
-from trl_integration.checks import check_config
-from trl_integration.deepspeed_checks import check_deepspeed_config
 
 FOLDER = Path(__file__).parent
 PROMPT_TOKENS = 2**21
-DEVICE_GIB = 139.7
-"""What torch finds on a GPU sold with 141 GB."""
-RESERVED_PART = 20
-"""One part in this many is for CUDA, NCCL and the allocator's rounding, which are not counted."""
-PAPER_GB = 97.5
-"""Peak allocated per GPU in the LongStraw paper, response-only gradient, group of 2, 8 GPUs."""
+PAPER = "paper: 97.5 GB allocated per GPU, 8 H20, group of 2, response-only gradient"
 PROMPT_GRADIENTS = ("exact", "stopped")
-PLACEHOLDERS = ["--dataset_name", "-", "--reward_funcs", "-", "--output_dir", "out"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is to be run.
-
-    Attributes:
-        args: the trainer's options; those of one process, see `read_run`.
-        engine: what they say to the engine, for `engine.sp_size` ranks.
-        lora: the adapters.
-        world_size: processes.
-    """
-
-    args: LongStrawGRPOConfig
-    engine: EngineConfig
-    lora: LoraConfig
-    world_size: int
-
-
-# -------------------------------------------------------------------- the options
-
-
-def launch_words() -> tuple[list[str], list[str]]:
-    """The words of `run.sh`: the launcher's, and the run's own options."""
-    text = (FOLDER / "run.sh").read_text().replace("\\\n", " ")
-    (line,) = [line for line in text.splitlines() if line.startswith("accelerate launch ")]
-    words = shlex.split(line)[:-1]  # the last stands for the user's
-    script = words.index("--module") + 2
-    return words[2:script], words[script:]
 
 
 def read_run(options: list[str]) -> Run:
-    """Parse and check the options of `run.sh` and those given behind them.
-
-    The trainer's config counts the processes it runs in, and here is one: it is made as for a rank
-    by itself, and what concerns several is checked for those of the run.
+    """The options of `run.sh` and those given behind them, see `examples.dry_run.launch`.
 
     Raises:
         ConfigError: an option, or the launch, cannot be honoured.
         SystemExit, ValueError: an option is unknown.
     """
-    launcher, own = launch_words()
-    launched = argparse.ArgumentParser()
-    launched.add_argument("--config_file", type=Path, required=True)
-    launched.add_argument("--num_processes", type=int, required=True)
-    launched.add_argument("--module", required=True)
-    launch = launched.parse_args(launcher)
-    words = [*PLACEHOLDERS, *own, *options]
-    sp_size = make_parser().parse_known_args(words)[0].longstraw_sp_size
-    alone = ["--longstraw_sp_size", "1", "--use_cpu", "true"]
-    _, args, model_args = make_parser().parse_args_and_config([*words, *alone])
-    engine = replace(args.to_engine_config(), sp_size=sp_size)
-    args.longstraw_sp_size = sp_size
-    check_config(args)
-    _check_launch(launch.config_file, args)
-    return Run(args, engine, _lora(model_args), launch.num_processes)
-
-
-def _check_launch(config_file: Path, args: LongStrawGRPOConfig) -> None:
-    root = FOLDER.parents[1]
-    config = yaml.safe_load((root / config_file).read_text())
-    deepspeed = yaml.safe_load(
-        (root / config["deepspeed_config"]["deepspeed_config_file"]).read_text()
-    )
-    check_deepspeed_config(deepspeed, args)
-    stage = deepspeed["zero_optimization"]["stage"]
-    if stage != 1:
-        raise ConfigError(f"{config_file} is ZeRO-{stage}: the table is that of ZeRO-1.")
-
-
-def _lora(model_args: ModelConfig) -> LoraConfig:
-    lora = get_peft_config(model_args)
+    run, model_args = read_launch(FOLDER, make_parser(), options)
+    if run.zero_stage != 1:
+        raise ConfigError(f"the launch is ZeRO-{run.zero_stage}: the table is that of ZeRO-1.")
     nested = model_args.load_in_4bit and model_args.use_bnb_nested_quant
-    if lora is None or not nested or model_args.dtype != "bfloat16":
+    if not nested or model_args.dtype != "bfloat16":
         raise ConfigError(
             "the table is that of QLoRA with constants quantized again and bf16 arithmetic: "
             "--use_peft --load_in_4bit --use_bnb_nested_quant --dtype bfloat16."
         )
-    return lora
+    return run
 
 
 def check_shapes(config: Any, run: Run) -> None:
@@ -148,14 +70,6 @@ def check_shapes(config: Any, run: Run) -> None:
     assert shape is not None, "the model has Gated DeltaNet layers"
     shape.check_ranks(engine.sp_size)
     shape.check_chunk(engine.chunk_size, engine.replay_batch or 1, engine.sp_size)
-    if run.world_size % engine.sp_size:
-        raise ConfigError(
-            f"longstraw_sp_size={engine.sp_size} with --num_processes {run.world_size}: the number "
-            "of processes is a multiple of the ranks that share a prompt."
-        )
-
-
-# -------------------------------------------------------------------- the terms
 
 
 class Work:
@@ -230,46 +144,9 @@ def rollout_term(decoder: Decoder, run: Run) -> Term:
     return Term("decoding", num_bytes, arithmetic)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One rank's memory for one of the two gradients.
-
-    Attributes:
-        fixed: weights, adapters, optimizer.
-        state: of the prompt.
-        kept: by all layers for a backward.
-        work: beside it, one at a time.
-        others: other passes, in place of a backward.
-        staged: pages on their way, if they are on the host.
-    """
-
-    fixed: list[Term]
-    state: list[Term]
-    kept: list[Term]
-    work: list[Term]
-    others: list[Term]
-    staged: Term
-
-    def device_bytes(self, page_device: str) -> int:
-        """The most that is held at a time."""
-        backward = total(self.kept) + max(term.num_bytes for term in self.work)
-        largest = max(backward, *(term.num_bytes for term in self.others))
-        held = total(self.state) if page_device == "model" else self.staged.num_bytes
-        return total(self.fixed) + held + largest
-
-
 def make_plan(run: Run, work: Work, decoder: Decoder, prompt_tokens: int) -> Plan:
-    """Count everything.
-
-    The largest graph is that of a chunk of the prompt; if the prompt is held constant, that of the
-    responses that are replayed together, which have half of a chunk's tokens.
-    """
-    engine, args = run.engine, run.args
-    rows, tokens = 1, engine.chunk_size
-    if not engine.needs_prompt_backward:
-        tokens = min(args.max_completion_length or 1, engine.chunk_size)
-        rows = engine.replay_batch or max(1, engine.chunk_size // 2 // tokens)
-        rows = min(rows, args.num_generations or 1)
+    """Count everything."""
+    engine, (rows, tokens) = run.engine, rows_and_tokens(run)
     trained = sum(p.numel() for p in decoder.trainable_parameters())
     page = decoder.state_bytes(engine.page_size, with_cotangents=True)
     return Plan(
@@ -282,41 +159,6 @@ def make_plan(run: Run, work: Work, decoder: Decoder, prompt_tokens: int) -> Pla
     )
 
 
-# -------------------------------------------------------------------- the table
-
-
-def show(plan: Plan, gradient: str, num_ranks: int) -> None:
-    """Print every term of a plan; of those under `+`, the largest counts."""
-    title = f"{gradient}, one of {num_ranks} ranks"
-    print(f"{title:<34} {'GiB':>8}   from")
-    for term in [*plan.fixed, *plan.state, *plan.kept]:
-        print(term)
-    largest = max(plan.work, key=lambda term: term.num_bytes)
-    for term in plan.work:
-        print(replace(term, name=f"  {'+' if term is largest else ' '} {term.name}"))
-    for term in plan.others:
-        print(replace(term, name=f"    or {term.name}"))
-    host = total(plan.state) * num_ranks / GIB
-    notes = {"model": "", "host": f", and {host:,.1f} GiB of host memory for {num_ranks} ranks"}
-    for page_device, note in notes.items():
-        num_bytes = plan.device_bytes(page_device)
-        print(Term(f"total, pages on {page_device}", num_bytes, f"{num_bytes / 1e9:.1f} GB{note}"))
-    print()
-
-
-def ways_out(plan: Plan, run: Run) -> list[str]:
-    """What to change for less memory."""
-    engine, ways = run.engine, []
-    if engine.page_device == "model":
-        gib = (total(plan.state) - plan.staged.num_bytes) / GIB
-        ways.append(f"--longstraw_page_device host (-{gib:.1f} GiB)")
-    if engine.needs_prompt_backward and engine.cotangent_dtype == "float32":
-        ways.append("--longstraw_cotangent_dtype bfloat16 (half of their cotangents)")
-    half = engine.chunk_size // 2
-    ways.append(f"--longstraw_chunk_size {half} (half of the graph, a quarter of the scores)")
-    return ways
-
-
 def build(run: Run, config: Any, prompt_tokens: int) -> Decoder:
     """The model of the run on the meta device.
 
@@ -324,6 +166,7 @@ def build(run: Run, config: Any, prompt_tokens: int) -> Decoder:
         ConfigError, DataError: the engine refuses the run.
     """
     check_shapes(config, run)
+    check_groups(run)
     decoder = decoder_on_meta(config, run.lora, run.engine)
     decoder.check_positions(prompt_tokens + (run.args.max_completion_length or 0))
     return decoder
@@ -336,23 +179,6 @@ def make_plans(run: Run, decoder: Decoder, prompt_tokens: int) -> dict[str, Plan
         one = replace(run, engine=replace(run.engine, prompt_gradient=gradient))
         plans[gradient] = make_plan(one, work, decoder, prompt_tokens)
     return plans
-
-
-def judge(plan: Plan, run: Run, device_gib: float) -> bool:
-    """Say whether the run fits, and if not what would."""
-    engine = run.engine
-    needed = plan.device_bytes(engine.page_device) / GIB
-    room = device_gib * (1 - 1 / RESERVED_PART)
-    fits = needed <= room
-    print(f"paper: {PAPER_GB} GB allocated per GPU, 8 H20, group of 2, response-only gradient")
-    print(
-        f"{'fits' if fits else 'does not fit'}: {engine.prompt_gradient}, pages on "
-        f"{engine.page_device}, {needed:.1f} GiB of {room:.1f} ({device_gib} less one part in "
-        f"{RESERVED_PART} for what is not counted)"
-    )
-    if not fits:
-        print("  change one of: " + "; ".join(ways_out(plan, run)))
-    return fits
 
 
 def main(words: list[str] | None = None) -> int:
@@ -368,14 +194,7 @@ def main(words: list[str] | None = None) -> int:
     except (LongStrawError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    plans, engine = make_plans(run, decoder, own.prompt_tokens), run.engine
-    print(
-        f"{own.prompt_tokens:,} prompt tokens, {run.world_size} ranks, {engine.sp_size} of which "
-        f"share it, chunks of {engine.chunk_size:,}\n"
-    )
-    for gradient, plan in plans.items():
-        show(plan, gradient, run.world_size)
-    return 0 if judge(plans[engine.prompt_gradient], run, own.device_gib) else 1
+    return report(make_plans(run, decoder, own.prompt_tokens), run, own, PAPER)
 
 
 if __name__ == "__main__":

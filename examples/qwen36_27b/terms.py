@@ -1,44 +1,29 @@
-"""The memory of one rank, term by term, each with its arithmetic.
+"""The terms of one rank's memory that are a quantized hybrid's, each with its arithmetic."""
 
-Knows models, shapes and bytes; knows nothing of options or of what fits where.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from math import ceil
 from typing import Any
 
 from torch import nn
 
+from examples.dry_run.terms import BF16, FP32, Term, layer_inputs_term, tokens_here
 from longstraw import EngineConfig
-from longstraw.distributed import Ownership, most_owned
+from longstraw.distributed import most_owned
 from longstraw.models import Decoder
 
-GIB = 2**30
-BF16, FP32 = 2, 4
 NF4_BLOCK, NF4_BLOCKS_PER_CONSTANT = 64, 256
 """Weights that share a constant, and constants that share one of their own (bitsandbytes)."""
 
 
-@dataclass(frozen=True)
-class Term:
-    """A line of the table.
-
-    Attributes:
-        name: what it is.
-        num_bytes: on one rank.
-        arithmetic: how they come about.
-    """
-
-    name: str
-    num_bytes: int
-    arithmetic: str
-
-    def __str__(self) -> str:
-        return f"{self.name:<34} {self.num_bytes / GIB:8.2f}   {self.arithmetic}"
-
-
 # -------------------------------------------------------------------- what does not grow
+
+
+def slice_of(config: Any, layer_types: Sequence[str]) -> Any:
+    """The config with these layers."""
+    config = deepcopy(config)
+    config.layer_types, config.num_hidden_layers = list(layer_types), len(layer_types)
+    return config
 
 
 def nf4_bytes(numel: int) -> int:
@@ -83,19 +68,6 @@ def weight_terms(model: nn.Module) -> list[Term]:
     ]
 
 
-def adapter_terms(num_trained: int, world_size: int) -> list[Term]:
-    """Under ZeRO-1, which divides the optimizer over all ranks."""
-    return [
-        Term("adapters", num_trained * BF16, f"{num_trained:,} x 2 B, bf16 as TRL makes them"),
-        Term("their gradients", num_trained * FP32, f"{num_trained:,} x 4 B, added up in fp32"),
-        Term(
-            "optimizer (ZeRO-1)",
-            ceil(num_trained * 3 * FP32 / world_size),
-            f"{num_trained:,} x 12 B / {world_size} ranks: fp32 weights and Adam's two moments",
-        ),
-    ]
-
-
 # -------------------------------------------------------------------- the prompt's state
 
 
@@ -131,17 +103,13 @@ def kept_terms(
 ) -> list[Term]:
     """What all layers keep for a backward under gradient checkpointing, of rows of a chunk."""
     config, sp_size, num_layers = decoder.config, engine.sp_size, decoder.num_layers
-    here = num_rows * Ownership(num_tokens, sp_size, engine.sp_layout).width
+    here = tokens_here(engine, num_rows, num_tokens)
     num_recurrent = len(decoder.recurrent_layers)
     num_attention = num_layers - num_recurrent
     heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
     own = decoder.state_bytes(here, with_cotangents=False)
     terms = [
-        Term(
-            "layer inputs",
-            num_layers * here * config.hidden_size * BF16,
-            f"{num_layers} x {here:,} tokens x {config.hidden_size:,} x 2 B",
-        ),
+        layer_inputs_term(decoder, here),
         Term(
             "attention's outputs",
             num_attention * here * (width * BF16 + heads * FP32),
@@ -167,15 +135,10 @@ def kept_terms(
 
 def unkept_bytes(decoder: Decoder, engine: EngineConfig, num_rows: int, num_tokens: int) -> int:
     """What all layers hold of their state in a pass without a graph, until it is in pages."""
-    here = num_rows * Ownership(num_tokens, engine.sp_size, engine.sp_layout).width
+    here = tokens_here(engine, num_rows, num_tokens)
     held = decoder.state_bytes(here, with_cotangents=False)
     if decoder.recurrence is None:
         return held
     recurrent, conv = decoder.recurrence.snapshot_numel(engine.sp_size)
     num_states = num_rows * len(decoder.recurrent_layers)
     return held + num_states * (recurrent * FP32 + conv * BF16)
-
-
-def total(terms: list[Term]) -> int:
-    """Bytes of all of them."""
-    return sum(term.num_bytes for term in terms)

@@ -37,12 +37,12 @@ class RunningTopK:
         self.scores = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
 
-    def add(self, scores: Tensor, start: int, rows: Tensor | None = None) -> None:
+    def add(self, scores: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
         """Add the scores of keys that stand behind all that were added.
 
         Args:
             scores: `[B, T, S]`; -inf where a key is not visible.
-            start: position of the first key; keys are consecutive.
+            positions: `[S]`, of the keys, ascending.
             rows: indices of the rows that these are of; None for all.
         """
         best = self.scores if rows is None else self.scores[rows]
@@ -50,7 +50,8 @@ class RunningTopK:
         if found is None:
             return
         new, places = found
-        where = torch.where(new > -torch.inf, start + places, -1).to(torch.int32)
+        new = new + 0.0  # -0.0 equals 0.0, but some sorts put it behind
+        where = torch.where(new > -torch.inf, positions[places], -1).to(torch.int32)
         before = self.positions if rows is None else self.positions[rows]
         kept = _best_first([best, new], [before, where], self.ties, best.shape[-1])
         if rows is None:
@@ -96,8 +97,7 @@ def _entrants(scores: Tensor, lowest: Tensor, ties: str) -> tuple[Tensor, Tensor
 
     Of a long history few of a block's keys are: sorting all of them would take most of the time.
     """
-    may_enter = scores > lowest if ties == "first" else scores >= lowest
-    may_enter &= scores > -torch.inf
+    may_enter = scores > lowest if ties == "first" else (scores >= lowest) & (scores > -torch.inf)
     most = int(may_enter.sum(-1).max()) if may_enter.numel() else 0
     if most == 0:
         return None

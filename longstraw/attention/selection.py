@@ -14,7 +14,10 @@ from torch import Tensor
 
 from longstraw_kernels.index_topk import RunningTopK, index_scores, thresholds
 
-from ..state import LayerHandle
+from ..state import LayerHandle, Page
+
+BLOCK = 2048
+"""Keys that are scored at a time, of as many pages as that takes."""
 
 
 def select_tokens(
@@ -39,19 +42,12 @@ def select_tokens(
     weights = travel.gather(weights, dim=1)
     dtype = q[:0].float().dtype  # that of scores
     best = RunningTopK(q.shape[0], q.shape[1], k, handle.index_ties, dtype, q.device)
+    scoring = _Scoring(best, q, weights, softmax_scale, handle)
     # In order of positions in each row: what rows share, what is a row's own, the chunk.
-    _add_history(best, q, weights, handle, softmax_scale)
-    q_positions = handle.q_start + torch.arange(q.shape[1], device=q.device)
-    for columns, place in travel.own_runs(own_keys.shape[1]):
-        start = handle.own_start + place
-        size = handle.store.page_size
-        for first in range(columns.start, columns.stop, size):
-            keys = own_keys[:, first : min(first + size, columns.stop)]
-            begin = start + first - columns.start
-            k_positions = begin + torch.arange(keys.shape[1], device=q.device)
-            scores = index_scores(q, keys, weights, softmax_scale)
-            is_later = k_positions > q_positions.unsqueeze(-1)
-            best.add(scores.masked_fill_(is_later, -torch.inf), begin)
+    scoring.add_pages(handle.history)
+    for run in handle.row_runs:
+        scoring.add_pages(run.pages, run.rows)
+    scoring.add_own(own_keys)
     if travel.is_local:
         return best.positions
     found = travel.parts_home(best.scores), travel.parts_home(best.positions)
@@ -59,14 +55,52 @@ def select_tokens(
     return best.at_least(travel.gather(score, dim=1), travel.gather(position, dim=1))
 
 
-def _add_history(
-    best: RunningTopK, q: Tensor, weights: Tensor, handle: LayerHandle, softmax_scale: float
-) -> None:
-    for page, *parts in handle.store.read(handle.history, q.device, None):
-        keys = torch.cat(parts, dim=-1).squeeze(1)
-        best.add(index_scores(q, keys, weights, softmax_scale), page.start)
-    for run in handle.row_runs:
-        queries, heads = q[run.rows], weights[run.rows]
-        for page, *parts in handle.store.read(run.pages, q.device, None):
-            keys = torch.cat(parts, dim=-1).squeeze(1)
-            best.add(index_scores(queries, keys, heads, softmax_scale), page.start, run.rows)
+class _Scoring:
+    """Scores the keys that this rank has, a block at a time."""
+
+    def __init__(
+        self,
+        best: RunningTopK,
+        q: Tensor,
+        weights: Tensor,
+        softmax_scale: float,
+        handle: LayerHandle,
+    ) -> None:
+        self.best, self.q, self.weights = best, q, weights
+        self.softmax_scale, self.handle = softmax_scale, handle
+
+    def add_pages(self, pages: list[Page], rows: Tensor | None = None) -> None:
+        """Keys that all queries, or those of some rows, come after."""
+        block: list[Tensor] = []
+        positions: list[Tensor] = []
+        num_tokens = 0
+        for page, *parts in self.handle.store.read(pages, self.q.device, None):
+            block.append(torch.cat(parts, dim=-1).squeeze(1))
+            positions.append(torch.arange(page.start, page.end, device=self.q.device))
+            num_tokens += page.num_tokens
+            if page is pages[-1] or num_tokens >= BLOCK:
+                self._add(torch.cat(block, dim=1), torch.cat(positions), rows)
+                block, positions, num_tokens = [], [], 0
+
+    def add_own(self, keys: Tensor) -> None:
+        """Keys of this rank's own tokens, to which the queries before them are blind."""
+        queries = self.handle.q_start + torch.arange(self.q.shape[1], device=self.q.device)
+        for columns, place in self.handle.travel.own_runs(keys.shape[1]):
+            for first in range(columns.start, columns.stop, BLOCK):
+                part = slice(first, min(first + BLOCK, columns.stop))
+                start = self.handle.own_start + place + first - columns.start
+                positions = start + torch.arange(part.stop - first, device=keys.device)
+                self._add(keys[:, part], positions, None, positions > queries.unsqueeze(-1))
+
+    def _add(
+        self,
+        keys: Tensor,
+        positions: Tensor,
+        rows: Tensor | None,
+        is_hidden: Tensor | None = None,
+    ) -> None:
+        q, weights = (x if rows is None else x[rows] for x in (self.q, self.weights))
+        scores = index_scores(q, keys, weights, self.softmax_scale)
+        if is_hidden is not None:
+            scores.masked_fill_(is_hidden, -torch.inf)
+        self.best.add(scores, positions, rows)

@@ -2,5 +2,12 @@
 
 from .full_sequence import full_sequence_scores, full_sequence_step
 from .memory import PeakTensorBytes
+from .sparse_definition import selections, ties_decided
 
-__all__ = ["PeakTensorBytes", "full_sequence_scores", "full_sequence_step"]
+__all__ = [
+    "PeakTensorBytes",
+    "full_sequence_scores",
+    "full_sequence_step",
+    "selections",
+    "ties_decided",
+]

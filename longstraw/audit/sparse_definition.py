@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..attention import attend_with
+
 
 @contextmanager
 def latents_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
@@ -20,7 +22,8 @@ def latents_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules() if num_tokens else ():
             if hasattr(module, "expand_kv"):
-                module.expand_kv = partial(_expand_stopped, module.expand_kv, num_tokens)
+                expand = partial(_expand_stopped, module.expand_kv, num_tokens)
+                setattr(module, "expand_kv", expand)  # noqa: B010  (typed as a tensor or module)
                 stack.callback(delattr, module, "expand_kv")
         yield
 
@@ -44,6 +47,33 @@ def ties_decided(model: nn.Module, ties: str) -> Iterator[None]:
                 module.forward = partial(_run_with, _DecidedTopK(ties), module.forward)
                 stack.callback(delattr, module, "forward")
         yield
+
+
+def selections(model: nn.Module, token_ids: Tensor, ties: str = "first") -> dict[str, Tensor]:
+    """What each indexer selects of one sequence, in one forward over all of it.
+
+    Args:
+        token_ids: `[T]`.
+
+    Returns:
+        By the indexer's name positions `[T, K]`; -1 where fewer than K tokens are visible.
+    """
+    found: dict[str, Tensor] = {}
+    positions = torch.arange(token_ids.numel(), device=token_ids.device).unsqueeze(-1)
+
+    def record(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        selected = output[0].long()
+        found[name] = torch.where(selected <= positions, selected, -1)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if type(module).__name__.endswith("Indexer"):
+                hook = module.register_forward_hook(partial(record, name))
+                stack.callback(hook.remove)
+        stack.enter_context(ties_decided(model, ties))
+        stack.enter_context(attend_with(model, "eager"))
+        model(input_ids=token_ids[None], use_cache=False)
+    return found
 
 
 def _run_with(mode: TorchFunctionMode, forward: Any, *args: Any, **kwargs: Any) -> Any:

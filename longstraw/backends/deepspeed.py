@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +38,7 @@ from .expert_parallel import (
     expert_parallel_size,
     global_norm,
     prepare_autoep,
+    record_raw_logits,
     whole_experts,
     whole_state_dict,
 )
@@ -70,7 +72,11 @@ class DeepSpeedBackend(Backend):
         self.stage = int(engine.zero_optimization_stage())
         _check_engine(engine, self.stage)
         check_expert_layers(engine)
+        record_raw_logits(engine.module)
         self.ep_size = expert_parallel_size(engine.module)
+        if self.ep_size > 1 and self.stage == 3:
+            # DeepSpeed raises; transformers calls it to save what is trained.
+            engine._zero3_consolidated_16bit_state_dict = partial(whole_state_dict, engine)
         is_trained = hasattr(self.optimizer, "param_groups")
         self.accumulate = _choose(engine, self.stage, accumulate) if is_trained else "local"
         is_partitioned = self.accumulate == "partitioned"
@@ -146,9 +152,13 @@ class DeepSpeedBackend(Backend):
             with patch.object(coordinator, "reset_step", lambda: None):
                 yield
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """The weights of all experts and of the rest, under transformers' names. Collective."""
-        return whole_state_dict(self.engine)
+    def whole_state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
+        """The weights of all experts and of the rest, under transformers' names. Collective.
+
+        Args:
+            on_every_rank: whether others than the first get more than an empty dict.
+        """
+        return whole_state_dict(self.engine, on_every_rank=on_every_rank)
 
     def _parameter_offload(self) -> Any:
         return getattr(self.optimizer, "parameter_offload", self.optimizer)
@@ -268,7 +278,9 @@ class _CotangentSource(torch.autograd.Function):
 def prepare_deepspeed(*, on_cpu: bool) -> None:
     """Call before anything else imports deepspeed.
 
-    AutoEP is told of what it does not know; see `prepare_autoep`. On the CPU no C++ extension is compiled when processes connect (45 s, and a stale lock file
+    AutoEP is told of what it does not know; see `prepare_autoep`.
+
+    On the CPU no C++ extension is compiled when processes connect (45 s, and a stale lock file
     makes the next start wait for ever); DS_BUILD_SHM_COMM=1 asks for it.
     """
     if on_cpu:

@@ -82,6 +82,15 @@ def expert_parallel_size(model: nn.Module) -> int:
     return max((layer.ep_size for layer in expert_layers(model).values()), default=1)
 
 
+def record_raw_logits(model: nn.Module) -> None:
+    """Let blocks hand on what transformers 5.24 records of a router: logits before the softmax.
+
+    The preset of qwen3_5_moe hands on probabilities, of which a loss would take the softmax again.
+    """
+    for layer in expert_layers(model).values():
+        layer.router_logits_capture_mode = "raw"
+
+
 def is_expert(parameter: nn.Parameter) -> bool:
     """Whether ranks hold different ones."""
     return not getattr(parameter, "allreduce", True)
@@ -119,7 +128,7 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         return torch.zeros(())
     squares: dict[Any, Tensor] = {}
     for parameter, gradient in gradients:
-        group = _ep_group(parameter.group_name) if is_expert(parameter) else None
+        group = _ep_group(parameter) if is_expert(parameter) else None
         square = gradient.detach().float().square().sum()
         squares[group] = squares[group] + square if group in squares else square
     for group, square in squares.items():
@@ -141,10 +150,10 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, largest: fl
             parameter.grad *= largest / (norm + 1e-6)
 
 
-def _ep_group(name: str) -> Any:
+def _ep_group(expert: Any) -> Any:
     from deepspeed.utils import groups
 
-    return groups._get_expert_parallel_group(name)
+    return groups._get_expert_parallel_group(expert.group_name)
 
 
 # -------------------------------------------------------------------- bringing experts together
@@ -188,37 +197,52 @@ def _gather(layer: Any, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def whole_state_dict(engine: Any) -> dict[str, Tensor]:
+def whole_state_dict(
+    engine: Any, *, on_every_rank: bool = False, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor]:
     """The model's weights under transformers' names, all experts, on the CPU. Collective.
 
-    Returns:
-        On every rank, one parameter at a time; under ZeRO-3 they are gathered for it.
+    One parameter at a time is whole on the device.
+
+    Args:
+        on_every_rank: whether others than the first get more than an empty dict.
+        exclude_frozen_parameters: leave out what is not trained, as DeepSpeed's own option does.
     """
-    model = engine.module
-    renamed = _Names(engine)
+    model, names = engine.module, _Names(engine)
+    is_kept = on_every_rank or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
+
+    def is_wanted(tensor: Tensor) -> bool:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return not (exclude_frozen_parameters and is_frozen)
+
     for name, tensor in model.state_dict(keep_vars=True).items():
-        target = renamed.of(name)
-        if target is None:
+        own_name = names.of(name)
+        if own_name is None or not is_wanted(tensor):
             continue
         with _gathered(tensor):
-            state[target] = tensor.detach().cpu().clone()
+            if is_kept:
+                state[own_name] = tensor.detach().cpu().clone()
     for prefix, layer in expert_layers(model).items():
-        preset = renamed.presets[prefix]
+        if not is_wanted(layer.experts.w1):
+            continue
         parts = {}
         for name in _WEIGHTS:
             with _gathered(getattr(layer.experts, name)):
-                parts[name] = _gather(layer, name).cpu()
+                whole = _gather(layer, name)
+                parts[name] = whole.cpu() if is_kept else whole[:0]
+        preset = names.presets[prefix]
         experts = f"{prefix}.{preset.experts_pattern}"
-        state[f"{experts}.{preset.expert_w1}"] = torch.cat([parts["w1"], parts["w3"]], dim=1)
-        state[f"{experts}.{preset.expert_w2}"] = parts["w2"].clone()
+        if is_kept:
+            state[f"{experts}.{preset.expert_w1}"] = torch.cat([parts["w1"], parts["w3"]], dim=1)
+            state[f"{experts}.{preset.expert_w2}"] = parts["w2"].clone()
     return state
 
 
 def _gathered(tensor: Tensor) -> Any:
     if not hasattr(tensor, "ds_id"):
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters([tensor])
 

@@ -18,7 +18,13 @@ from ..errors import DataError
 from ..state import Choices, ChunkCache, StateIsComplete, cotangent_dtype_for
 from .choosers import noting_experts
 from .gated_deltanet import DeltaNetShape, mixing_with_our_state
-from .mla_dsa import LATENT_ATTENTION_NAME, LatentShape, attending_to_latents
+from .mla_dsa import (
+    LATENT_ATTENTION_NAME,
+    LatentShape,
+    attending_to_latents,
+    check_indexers,
+    indexer_parameters,
+)
 from .registry import Family, check_checkpointing, check_model, refuse_checkpointing
 from .run_as import run_as
 
@@ -90,6 +96,7 @@ class Decoder:
         self.family: Family = check_model(self.base)
         self.recurrence = DeltaNetShape.from_config(self.config)
         self.latent = LatentShape.from_config(self.config)
+        check_indexers(self.base)
         self.autocast = autocast
         self.fp32_head = fp32_head
         self.cotangent_dtype = cotangent_dtype
@@ -144,7 +151,10 @@ class Decoder:
         return None if field is None else getattr(self.config, field)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+        """Those that can have a gradient: what selects tokens has none, and no zeros either, which
+        weight decay would move."""
+        selecting = indexer_parameters(self.model)
+        return [p for p in self.model.parameters() if p.requires_grad and id(p) not in selecting]
 
     def policy_version(self, step: int, writes: int) -> PolicyVersion:
         """The version that a capture made now would have; see `PolicyVersion`."""

@@ -34,8 +34,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import AttentionOptions, paged_attention, required_handle, select_tokens
-from ..errors import PromptStateError, UnsupportedModelError
-from ..state import fingerprint
+from ..errors import ConfigError, PromptStateError, UnsupportedModelError
+from ..state import ChunkCache, fingerprint
 
 LATENT_ATTENTION_NAME = "longstraw_latent"
 
@@ -70,7 +70,8 @@ class LatentShape:
         index_dim = getattr(config, "index_head_dim", None)
         if index_dim is None:
             return cls(latent_dim, config.qk_rope_head_dim)
-        kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+        num_layers = config.num_hidden_layers
+        kinds = (getattr(config, "indexer_types", None) or ["full"] * num_layers)[:num_layers]
         layers = tuple(i for i, kind in enumerate(kinds) if kind == "full")
         return cls(latent_dim, config.qk_rope_head_dim, layers, index_dim)
 
@@ -91,8 +92,9 @@ def attending_to_latents(decoder: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in decoder.named_modules():
             if hasattr(module, "kv_b_proj") and hasattr(module, "expand_kv"):
+                _check_projection(name, module.kv_b_proj)
                 _replace(stack, module, "expand_kv", _keep_latents)
-            elif _is_indexer(module):
+            elif type(module).__name__ in _ROTARY_FUNCTION:
                 # accelerate's hooks keep the forward that they wrap under this name.
                 forward = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
                 _replace(stack, module, forward, partial(_select, module, name))
@@ -106,6 +108,17 @@ def _replace(stack: ExitStack, module: nn.Module, name: str, function: Any) -> N
         stack.callback(delattr, module, name)
     else:
         stack.callback(setattr, module, name, before)
+
+
+def _check_projection(name: str, kv_b_proj: Any) -> None:
+    """Raise if the projection is not linear: what it gives for the identity is not its weights."""
+    biases = [bias for bias, _ in kv_b_proj.named_parameters() if "bias" in bias]
+    if biases:
+        raise ConfigError(
+            f"{name}.kv_b_proj has a bias ({biases[0]}), and latent attention needs a projection "
+            "without one, which it applies to the identity instead of to tokens. Leave lora_bias "
+            "out, or kv_b_proj out of target_modules."
+        )
 
 
 def _keep_latents(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,16 +183,21 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT_ATTENTION_NAME, _some_mask)
 # ---------------------------------------------------------------- indexers
 
 
-def _is_indexer(module: nn.Module) -> bool:
-    name = type(module).__name__
-    if not name.endswith("Indexer"):
-        return False
-    if name not in _ROTARY_FUNCTION:
-        raise UnsupportedModelError(
-            f"{name} selects tokens in a way that is not served; served are "
-            f"{', '.join(sorted(_ROTARY_FUNCTION))}. Use TRL's own GRPOTrainer for this model."
-        )
-    return True
+def check_indexers(decoder: nn.Module) -> None:
+    """Raise `UnsupportedModelError` if `decoder` has an indexer that is not served."""
+    for module in decoder.modules():
+        name = type(module).__name__
+        if name.endswith("Indexer") and name not in _ROTARY_FUNCTION:
+            raise UnsupportedModelError(
+                f"{name} selects tokens in a way that is not served; served are "
+                f"{', '.join(sorted(_ROTARY_FUNCTION))}. Use TRL's own GRPOTrainer for this model."
+            )
+
+
+def indexer_parameters(model: nn.Module) -> set[int]:
+    """The ids of all parameters of indexers, adapters on them included."""
+    indexers = [m for m in model.modules() if type(m).__name__ in _ROTARY_FUNCTION]
+    return {id(parameter) for module in indexers for parameter in module.parameters()}
 
 
 @torch.no_grad()
@@ -195,7 +213,7 @@ def _select(
     **_: Any,
 ) -> Tensor:
     """What takes the place of an indexer's forward; returns what `select_tokens` does."""
-    layer = None if cache is None else cache.layers[module.layer_idx]
+    layer: Any = None if cache is None else cache.layers[module.layer_idx]
     if not hasattr(layer, "update_index"):
         raise PromptStateError(
             f"{type(module).__name__} ran without LongStraw's cache, so it cannot see the prompt. "
@@ -215,7 +233,7 @@ def _select(
     selection = select_tokens(q, weights, own_keys, handle, scale, k)
     if handle.kept is not None:
         handle.kept.put(selection)
-    if hasattr(cache, "choices"):
+    if isinstance(cache, ChunkCache):
         positions = handle.q_start + torch.arange(selection.shape[1], device=q.device)
         cache.choices.note(name, fingerprint(selection, positions))
     return selection

@@ -58,6 +58,18 @@ _FAMILIES = (
 )
 SERVED_FAMILIES = {family.model_type: family for family in _FAMILIES}
 
+_OTHER_SELECTIONS = (
+    "axk2",
+    "deepseek_v4",
+    "dots3_note",
+    "glm5_next",
+    "hy_v4",
+    "minimax_m3",
+    "mistral_large4",
+    "qwen4_exp",
+)
+"""How the `model_type` begins of families with an indexer of another design."""
+
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -71,6 +83,13 @@ def check_model(model: PreTrainedModel) -> Family:
     _check_transformers()
     config = model.config
     family = SERVED_FAMILIES.get(config.model_type)
+    if family is None and config.model_type.startswith(_OTHER_SELECTIONS):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type={config.model_type!r}) selects tokens for its "
+            "attention in another way than DeepSeek-V3.2 and GLM-5: what its indexer pools, "
+            "compresses or shares would be lost without a sign. Served families: "
+            f"{', '.join(sorted(SERVED_FAMILIES))}. Use TRL's own GRPOTrainer for this model."
+        )
     if family is None or config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} (model_type={config.model_type!r}) is not served: its state "

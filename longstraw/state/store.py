@@ -14,7 +14,8 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..distributed import SequenceGroup
 from ..errors import ConfigError, MemoryPlanError
-from .free_memory import RESERVED_PART, FreeDisk, FreeMemory, ranks_on_node
+from . import shortage
+from .free_memory import FreeDisk, FreeMemory
 from .lanes import lanes_between
 from .page_files import PageFiles
 from .pages import Page, Snapshot, cotangent_dtype_for
@@ -412,15 +413,15 @@ class PageStore:
         """
         if num_bytes <= 0:
             return
-        shortage = self._shortage(num_bytes)
-        if self._group.any([shortage is not None])[0]:
-            found = self._group.gather_objects((shortage, self.bytes_in_use))
-            rank = next(rank for rank, (short, _) in enumerate(found) if short is not None)
-            shortage, in_use = found[rank]
+        short = self._shortage(num_bytes)
+        if self._group.any([short is not None])[0]:
+            found = self._group.gather_objects((short, self.bytes_in_use))
+            rank = next(rank for rank, (reason, _) in enumerate(found) if reason is not None)
+            short, in_use = found[rank]
             where = "" if self._group.is_alone else f"on rank {rank} of the sequence group "
             raise MemoryPlanError(
                 f"{what} takes {num_bytes:,} bytes beside the {in_use:,} in use; "
-                f"{where}{shortage}, shorten the prompt, run fewer prompts per update, or use "
+                f"{where}{short}, shorten the prompt, run fewer prompts per update, or use "
                 "prompt_gradient='stopped', which keeps no cotangents."
             )
 
@@ -429,24 +430,11 @@ class PageStore:
         if self._spill is not None:
             return self._shortage_of_all(self._spill, num_bytes)
         if self.budget_bytes is not None and self.bytes_in_use + num_bytes > self.budget_bytes:
-            return (
-                f"the budget is {self.budget_bytes:,}. Raise state_budget_bytes "
-                "(longstraw_state_budget_gib in the trainer), put pages on the host "
-                "(page_device='host') or the rest in files (spill_dir)"
-            )
+            return shortage.of_budget(self.budget_bytes)
         left = self._bytes_left(num_bytes)
         if left is None or num_bytes <= left:
             return None
-        if self.device.type != "cpu":
-            return (
-                f"{self.device} has {left:,} left, a {RESERVED_PART}th of its free memory kept in "
-                "reserve. Put pages on the host (page_device='host')"
-            )
-        return (
-            f"the host has {left:,} left for this process, one of {ranks_on_node()} on the node, a "
-            f"{RESERVED_PART}th of the available memory kept in reserve. Run fewer ranks per node, "
-            "give the job more memory, or put the rest in files (spill_dir)"
-        )
+        return shortage.of_memory(self.device, left)
 
     def _shortage_of_all(self, spill: Spill, num_bytes: int) -> str | None:
         """As `_shortage`, where files take what memory does not."""
@@ -457,12 +445,7 @@ class PageStore:
         in_memory = max(0, in_memory - spill.reserved_bytes)
         if self.bytes_in_use + num_bytes <= in_memory + on_disk:
             return None
-        return (
-            f"host memory can hold {in_memory:,} of them and files in {spill.files.folder} "
-            f"{on_disk:,}. Raise state_budget_bytes and spill_budget_bytes "
-            "(longstraw_state_budget_gib and longstraw_spill_budget_gib in the trainer) if the "
-            "machine has more, name a larger disk with spill_dir (longstraw_spill_dir)"
-        )
+        return shortage.of_memory_and_files(in_memory, on_disk, spill.files.folder)
 
     def _set_limits(self, spill: Spill) -> None:
         """Most bytes in memory and in files: the user's, or what there is if that is less."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.deepspeed.compare import is_stopped, reference_of
-from tests.deepspeed.jobs import LOW_STAGES
+from tests.deepspeed.jobs import LOW_STAGES, STAGES
 from tests.deepspeed.launch import Records, run_launch
 from tests.deepspeed.launches import LAUNCHES
 from tests.trl.conftest import model_path
@@ -17,11 +17,15 @@ __all__ = ["launched", "model_path", "truth"]
 TIMEOUT = 600
 
 SLOW_BY_NAME = ("sharing, two ranks", "sharing, four ranks", "ragged")
-SLOW = {"stage 0", "stage 1", "stage 2", "options", LOW_STAGES, "experts", *SLOW_BY_NAME}
-"""Launches that `make test` leaves to `make test-slow`; they take two thirds of the time.
+SLOW = {
+    *(f"stage {stage}" for stage in STAGES),
+    *("options", LOW_STAGES, "families", "experts"),
+    *SLOW_BY_NAME,
+}
+"""Launches that `make test` leaves to `make test-slow`; they have most of the jobs.
 
-What stays is the matrix at stage 3, families at stages 2 and 3, and NF4 at every stage and on ranks
-that share prompts.
+What stays is every stage once, with ranks that have rows of their own and with ranks that share
+prompts, two families, NF4 at every stage, planted mistakes and memory.
 """
 
 Launched = Callable[[str], Records]

@@ -200,7 +200,7 @@ PLANTED = {
 _DIVISIBLE = Job(groups_setting((Group(33, (9, 9, 9, 9)), Group(33, (9, 9, 9, 9)))), 0)
 STATE = {f"{geometry}, state": geometry.job(_DIVISIBLE) for geometry in (ONE, PAIR, FOUR)}
 
-_ALL = (*GRIDS.values(), BF16_STOCK, UNEQUAL_PAIRS, MODELS, AUXILIARY_LOSS, PLANTED, STATE)
+_ALL = (*GRIDS.values(), BF16_STOCK, UNEQUAL_PAIRS, MODELS, AUXILIARY_LOSS, STATE)
 
 
 def _on(world_size: int) -> dict[str, Job]:
@@ -211,4 +211,5 @@ def _on(world_size: int) -> dict[str, Job]:
 LAUNCHES: dict[str, dict[str, Job]] = {
     "sharing, two ranks": _on(2),
     "sharing, four ranks": _on(4),
+    "sharing, planted": PLANTED,
 }

@@ -25,6 +25,7 @@ def test_unequal_ranks_end_where_one_process_ends(
     assert_same(name, launched("ragged")[name][0], truth("ragged", name))
 
 
+@pytest.mark.slow
 def test_members_are_as_unequal_as_the_names_say(launched: Launched) -> None:
     """Two steps, roles exchanged: 4 + 0 members on both ranks, 1 + 3 on both."""
     records = launched("ragged")

@@ -93,6 +93,7 @@ def full_sequence_gradients(
     prompt_gradient: str = "exact",
     temperature: float = 1.0,
     with_router: bool = False,
+    index_ties: str = "first",
 ) -> Gradients:
     with _precision(model):
         full_sequence_step(
@@ -102,6 +103,7 @@ def full_sequence_gradients(
             prompt_gradient=prompt_gradient,
             temperature=temperature,
             with_router=with_router,
+            index_ties=index_ties,
         )
     return gradients(model)
 

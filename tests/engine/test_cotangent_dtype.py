@@ -28,7 +28,10 @@ def test_state_and_cotangents_take_the_bytes_that_the_formula_says(dtype, cotang
     assert engine.store.bytes_in_use == kept // dtype.itemsize * (dtype.itemsize + itemsize)
 
 
-@pytest.mark.parametrize(("chunk_size", "largest"), [(64, 4e-3), (16, 6e-3), (4, 8e-3)])
+@pytest.mark.parametrize(
+    ("chunk_size", "largest"),
+    [(64, 4e-3), (16, 6e-3), pytest.param(4, 8e-3, marks=pytest.mark.slow)],
+)
 def test_rounding_at_each_reader_stays_below_a_percent(chunk_size: int, largest: float) -> None:
     """4, 16 and 64 chunks read the first page, and two members: each rounds its sum by 2^-9 at
     most, in either direction, so that the error grows like the root of their number and slower.
@@ -68,10 +71,10 @@ def test_readers_that_all_agree_are_lost_after_some_hundred() -> None:
 def test_a_sum_is_rounded_once_wherever_it_is_made(tmp_path, monkeypatch) -> None:
     """In memory, on its way to a device, and with files: fp32 gradients are added before they are
     rounded, bit for bit the same."""
-    (group,) = random_groups([(157, (9, 4))])
+    (group,) = random_groups([(77, (9, 4))])
     options = {"chunk_size": 16, "page_size": 4, "cotangent_dtype": "bfloat16"}
     found = []
-    for changes in ({}, {"state_budget_bytes": 40_000, "spill_dir": str(tmp_path)}):
+    for changes in ({}, {"state_budget_bytes": 30_000, "spill_dir": str(tmp_path)}):
         for lanes in (None, LateLanes(compute_at_once=True)):
             monkeypatch.setattr("longstraw.state.store.lanes_between", lambda *_, at=lanes: at)
             model = tiny_model("llama")

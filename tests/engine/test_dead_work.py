@@ -8,6 +8,7 @@ from torch import nn
 
 from longstraw import Engine, EngineConfig
 from tests.engine.compare import RandomLoss, gradients, random_groups, worst_error
+from tests.marks import slow_but
 from tests.models import FAMILIES, Float64Islands, tiny_model
 
 SHAPES = ((53, (9, 14)),)
@@ -49,7 +50,7 @@ def test_it_runs_everything_where_its_routing_counts() -> None:
     assert seen.num_tokens == 2 * 52 + 2 * (10 + 15)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["llama", "qwen3_5", "glm_moe_dsa"], FAMILIES))
 def test_ending_early_changes_no_gradient(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, for every family."""
     found = []

@@ -6,6 +6,7 @@ rounding: mistakes of every kind that we made or planted show as 1e-2 or more, r
 """
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.engine.compare import (
     random_groups,
     worst_error,
 )
+from tests.marks import slow_but
 from tests.models import FAMILIES, Float64Islands, tiny_model
 
 TOLERANCE = 1e-9
@@ -27,24 +29,21 @@ TOLERANCE = 1e-9
 # Ragged members, among them responses of one to three tokens; a prompt that is a multiple of no
 # chunk size below but 1; two prompts of different length in one update.
 SHAPES = ((53, (9, 14, 1, 3, 2)), (24, (5, 17)))
+# For chunks of a token or two, whose number is what a test costs.
+SHORT = ((25, (9, 1, 4)), (8, (5,)))
 
-
-# Their parts are those of other families; all of them are in the first test. `make test-slow`.
-ALIKE = ("smollm2", "mistral", "qwen2", "qwen3_5_moe")
-OTHERS = [
-    pytest.param(family, marks=pytest.mark.slow) if family in ALIKE else family
-    for family in FAMILIES
-    if family != "gpt2"
-]
+MODES = ("exact", "stopped")
+# All families, both modes, are in the first test.
+BY_POSITION = [family for family in FAMILIES if family != "gpt2"]
 
 
 @functools.cache
-def reference(family: str, prompt_gradient: str, with_router: bool = False):
+def reference(family: str, prompt_gradient: str, with_router: bool = False, shapes=SHAPES):
     """The definition's gradients, computed once per family and mode."""
     model = tiny_model(family).double()
     return full_sequence_gradients(
         model,
-        random_groups(SHAPES),
+        random_groups(shapes),
         prompt_gradient=prompt_gradient,
         temperature=0.7,
         with_router=with_router,
@@ -69,25 +68,31 @@ def test_engine_gives_the_full_sequence_gradient(family: str, prompt_gradient: s
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("chunk_size", [1, 2, 7, 13, 26, 52, 64, 500], ids="C{}".format)
+CHUNKS = (1, 2, 7, 12, 24, 40, 500)
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "gpt_oss"))]
+    ("family", "chunk_size", "prompt_gradient"),
+    slow_but(
+        [*product(["llama"], CHUNKS, ["exact"]), ("llama", 2, "stopped")],
+        product(["llama", "gemma2", "gpt_oss"], CHUNKS, MODES),
+    ),
 )
 def test_chunk_size_does_not_change_the_gradient(
     family: str, chunk_size: int, prompt_gradient: str
 ) -> None:
-    """1, 2 and 7 tokens; 13, 26 and 52 divide the 52 captured tokens; 64 and 500 exceed them."""
+    """Of the 24 captured tokens 1, 2, 12 and 24 are divisors and 7 is none; 40 and 500 exceed
+    them. Prompt and response together exceed the sliding window."""
     ours = engine_gradients(
         tiny_model(family).double(),
-        random_groups(SHAPES),
+        random_groups(SHORT),
         config(chunk_size=chunk_size, page_size=5, prompt_gradient=prompt_gradient),
     )
-    error, name = worst_error(ours, reference(family, prompt_gradient))
+    error, name = worst_error(ours, reference(family, prompt_gradient, shapes=SHORT))
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", slow_but(["gemma2", "qwen3_5", "glm_moe_dsa"], BY_POSITION))
 def test_chunks_of_seven_tokens_serve_every_family(family: str) -> None:
     """An odd chunk, smaller than the sliding window, with three members replayed together."""
     ours = engine_gradients(
@@ -111,9 +116,17 @@ def test_prompts_around_page_and_chunk_boundaries(prompt_len: int) -> None:
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    ("family", "prompt_gradient", "use_lora"),
+    slow_but(
+        [
+            *product(["llama", "gpt_oss", "glm_moe_dsa"], ["exact"], [False]),
+            ("llama", "exact", True),
+            ("qwen3_5", "stopped", True),
+        ],
+        product(BY_POSITION, MODES, [False, True]),
+    ),
+)
 def test_gradient_checkpointing_keeps_the_prompt(
     family: str, prompt_gradient: str, use_lora: bool
 ) -> None:
@@ -135,8 +148,13 @@ def test_gradient_checkpointing_keeps_the_prompt(
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", [*OTHERS, "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "prompt_gradient"),
+    slow_but(
+        [*product(["llama", "gpt_oss", "glm_moe_dsa", "gpt2"], ["exact"]), ("qwen3_5", "stopped")],
+        product(FAMILIES, MODES),
+    ),
+)
 def test_lora_gets_its_full_sequence_gradient(family: str, prompt_gradient: str) -> None:
     """A frozen base with adapters on every linear layer: roots without gradient must be left out,
     and adapters of the first layers are reached through the state alone."""
@@ -161,9 +179,20 @@ def _with_lora(model):
     return adapted
 
 
-@pytest.mark.parametrize("replay_batch", [1, 3], ids="B{}".format)
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "prompt_gradient", "replay_batch"),
+    slow_but(
+        [
+            ("qwen3", "exact", 1),
+            ("gpt_oss", "exact", 3),
+            ("qwen3_5", "stopped", 1),
+            ("glm_moe_dsa", "exact", 3),
+        ],
+        product(
+            ["qwen3", "gemma3", "gpt_oss", "qwen3_5", "qwen3_next", "glm_moe_dsa"], MODES, [1, 3]
+        ),
+    ),
+)
 def test_responses_longer_than_chunks_are_replayed_in_reverse(
     family: str, prompt_gradient: str, replay_batch: int
 ) -> None:
@@ -183,8 +212,13 @@ def test_responses_longer_than_chunks_are_replayed_in_reverse(
     assert error <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("replay_batch", [1, 2], ids="B{}".format)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "replay_batch"),
+    slow_but(
+        [("qwen3_moe", 2), ("qwen3_next", 1)],
+        product(["qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next"], [1, 2]),
+    ),
+)
 def test_load_balancing_loss_reaches_every_token(family: str, replay_batch: int) -> None:
     """The routing sums of prompt and responses, each prompt counted once per member, give the
     auxiliary loss's gradient on all of them."""

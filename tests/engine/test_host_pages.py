@@ -3,7 +3,7 @@
 `LateLanes` stands for the GPU. That no wait is missing is tested in `test_staging.py`.
 """
 
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from longstraw.state.pinned import PinnedPool
 from longstraw.state.staging import NUM_SLOTS
 from tests.engine.compare import engine_gradients, random_groups
 from tests.engine.late_lanes import LateLanes
+from tests.marks import slow_but
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -27,8 +28,16 @@ def staged_store(monkeypatch: pytest.MonkeyPatch, lanes: LateLanes) -> PageStore
     return PageStore(CPU, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_5"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    slow_but(
+        [("llama", torch.bfloat16), ("glm_moe_dsa", torch.bfloat16)],
+        product(
+            ["llama", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_5", "glm_moe_dsa"],
+            [torch.float64, torch.bfloat16],
+        ),
+    ),
+)
 def test_the_engine_on_late_copies_gives_the_same_gradient(family, dtype, monkeypatch) -> None:
     """Several chunks, members of more than a chunk, two prompts, windows: not a bit differs from
     pages that stay on the device, and the process never waits for a copy."""

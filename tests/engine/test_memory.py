@@ -6,6 +6,7 @@ import torch
 from longstraw import Engine, EngineConfig
 from longstraw.audit import PeakTensorBytes, full_sequence_step
 from tests.engine.compare import RandomLoss, random_groups
+from tests.marks import slow_but
 from tests.models import tiny_model
 
 CHUNK = 64
@@ -42,7 +43,7 @@ def _model() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
+@pytest.mark.parametrize("prompt_gradient", slow_but(["exact"], ["exact", "stopped"]))
 def test_peak_does_not_grow_with_the_group(prompt_gradient: str) -> None:
     """From 2 to 8 members: at most 0.5 % (their log-probs; no graph, no state of theirs)."""
     two, eight = (peak_of_update(512, g, prompt_gradient) for g in (2, 8))

@@ -6,6 +6,7 @@ mistake and not rounding.
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ from tests.engine.refreshed import (
     trained,
     write,
 )
+from tests.marks import slow_but
 from tests.models import Float64Islands, tiny_model
 
 TOLERANCE = 1e-9
@@ -56,8 +58,13 @@ on it cannot be differentiated."""
 # ---------------------------------------------------------------- never
 
 
-@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "prompt_gradient"),
+    slow_but(
+        [("gemma3", "exact"), ("qwen3_5", "stopped")],
+        product(FAMILIES, ["exact", "stopped"]),
+    ),
+)
 def test_never_is_the_base_model_at_prompt_positions(family: str, prompt_gradient: str) -> None:
     """Per parameter of the adapter, in both modes, which agree: nothing trained is in the prompt.
     Two prompts, one of them within a chunk."""
@@ -96,7 +103,11 @@ def test_never_serves_a_trained_copy_of_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["sgd", "adamw", "two calls per step", "checkpointing", "reference"]
+    "case",
+    slow_but(
+        ["reference"],
+        ["sgd", "adamw", "two calls per step", "checkpointing", "reference"],
+    ),
 )
 def test_eight_steps_of_never_are_eight_definitional_steps_on_one_capture(case: str) -> None:
     """The reference policy, adapters off, reads the same state: not even it captures again."""
@@ -176,7 +187,7 @@ def test_what_is_trained_is_trained_again_after_a_capture_that_failed() -> None:
 # ---------------------------------------------------------------- N steps
 
 
-@pytest.mark.parametrize("family", CACHED_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["llama"], CACHED_FAMILIES))
 def test_four_steps_read_what_the_first_of_them_captured(family: str) -> None:
     """Eight steps, two captures, and the parameters of a model that is frozen every four."""
     groups = random_groups(SHAPES)
@@ -448,7 +459,13 @@ def test_never_refuses_passes_that_gather_an_adapters_weights() -> None:
 
     class Gathering(TorchBackend):
         turns = frozenset(Pass)
+        gathers_weights = True
+
+    class Exchanging(TorchBackend):
+        turns = frozenset(Pass)
 
     with pytest.raises(ConfigError, match="ZeRO-3 brings an adapter's weights.*Use ZeRO-2"):
         Engine(adapted("llama"), config("never"), backend=Gathering())
     Engine(adapted("llama"), config(4), backend=Gathering())
+    with pytest.raises(ConfigError, match="not served with expert_parallel"):
+        Engine(adapted("llama"), config("never"), backend=Exchanging())

@@ -5,6 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from longstraw import Engine, EngineConfig, MemoryPlanError, generate, generate_rows
+from tests.marks import slow_but
 from tests.models import FAMILIES, VOCAB, tiny_model
 
 
@@ -20,7 +21,10 @@ def captured_tokens(engine: Engine) -> int:
     return next(row["tokens"] for row in engine.ledger.table() if row["phase"] == "capture")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    slow_but(["llama", "gemma2", "gpt_oss", "qwen3_5", "glm_moe_dsa", "gpt2"], FAMILIES),
+)
 def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     """45 prompt tokens in chunks of 16, beyond every sliding window; three members at once."""
     model = tiny_model(family)
@@ -83,7 +87,7 @@ def contexts_that_share(num: int = 5) -> list[torch.Tensor]:
     return [*first, random_prompt(12, seed=8), first[0], random_prompt(1, seed=9)][:num]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["gemma2", "qwen3_5", "glm_moe_dsa", "gpt2"], FAMILIES))
 def test_rows_of_different_histories_are_decoded_together(family: str) -> None:
     """Lengths of 1 to 61 tokens, some within and some beyond every sliding window; what two rows
     have in common is read once. Each row's greedy tokens are those of `generate` on it alone."""

@@ -5,6 +5,7 @@ The reference is the definition on each member's whole sequence; it knows nothin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from longstraw import Engine, EngineConfig, GroupScores, PromptGroup, generate, 
 from longstraw.audit import full_sequence_step
 from longstraw.errors import ShapeError
 from tests.engine.compare import RandomLoss, gradients, worst_error
+from tests.marks import slow_but
 from tests.models import VOCAB, Float64Islands, tiny_model
 
 TOLERANCE = 1e-9
@@ -147,9 +149,17 @@ def test_an_update_runs_each_shared_turn_once() -> None:
     assert tokens(engine, "capture") == group.prompt_len - 1
 
 
-@pytest.mark.parametrize("rolled_out", [True, False], ids=["rolled out", "given"])
-@pytest.mark.parametrize("mode", ["exact", "stopped"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "mode", "rolled_out"),
+    slow_but(
+        [
+            ("llama", "exact", False),
+            ("llama", "stopped", True),
+            ("gpt2", "exact", True),
+        ],
+        product(["llama", "gemma3", "gpt_oss", "gpt2"], ["exact", "stopped"], [True, False]),
+    ),
+)
 def test_the_gradient_is_that_of_the_full_sequences(
     family: str, mode: str, rolled_out: bool
 ) -> None:
@@ -166,31 +176,33 @@ def test_the_gradient_is_that_of_the_full_sequences(
     assert error <= TOLERANCE, name
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small chunks": {"chunk_size": 13, "page_size": 3},
+    "smaller chunks": {"chunk_size": 3, "page_size": 2},
+    "one chunk": {"chunk_size": 512, "page_size": 512},
+    "members together": {"replay_batch": 4},
+    "short runs shared": {"min_shared_tokens": 1},
+    "nothing shared": {"min_shared_tokens": 10_000},
+    "pages on the host": {"page_device": "host"},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk_size": 3, "page_size": 2},
-        {"chunk_size": 512, "page_size": 512},
-        {"replay_batch": 4},
-        {"min_shared_tokens": 1},
-        {"min_shared_tokens": 10_000},
-        {"page_device": "host"},
-    ],
-    ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()),
+    "name", slow_but(["small chunks", "members together", "nothing shared"], OPTIONS)
 )
-def test_no_option_changes_it(changes: dict[str, Any]) -> None:
+def test_no_option_changes_it(name: str) -> None:
     conversation = make_conversation()
     model = tiny_model("llama").double()
-    engine = make_engine(model, **changes)
+    engine = make_engine(model, **OPTIONS[name])
     roll_out(engine, conversation)
-    error, name = worst_error(
+    error, parameter = worst_error(
         update(engine, [conversation.group]),
         reference_gradients(model, [conversation.group], "exact"),
     )
-    assert error <= TOLERANCE, name
+    assert error <= TOLERANCE, parameter
 
 
-@pytest.mark.parametrize("rolled_out", [True, False], ids=["rolled out", "given"])
+@pytest.mark.parametrize("rolled_out", slow_but([True], [True, False]))
 def test_routing_statistics_count_each_members_whole_way(rolled_out: bool) -> None:
     """The load-balancing loss sees every token of every member once, shared ones for each."""
     conversation = make_conversation()
@@ -218,12 +230,12 @@ def test_context_tokens_get_no_score() -> None:
 
 
 def test_turns_dropped_to_make_room_are_captured_again() -> None:
-    """A budget in which the turns of twelve members do not stand together: the same gradient."""
-    conversation = make_conversation(num_members=12)
+    """A budget in which the turns of eight members do not stand together: the same gradient."""
+    conversation = make_conversation(num_members=8)
     model = tiny_model("llama").double()
     ample = make_engine(model)
     roll_out(ample, conversation)
-    budget = ample.store.bytes_in_use * 6 // 10
+    budget = ample.store.bytes_in_use * 3 // 4
     engine = make_engine(model, state_budget_bytes=budget)
     roll_out(engine, conversation)
     assert tokens(engine, "capture") > tokens(ample, "capture")

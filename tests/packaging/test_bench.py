@@ -43,13 +43,37 @@ def run_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def small(model_folder: Path, tmp_path: Path) -> list[object]:
+    """Arguments of a benchmark of stock TRL and LongStraw in seconds a cell."""
+    arguments = ["--model", model_folder, "--groups", 2, "--response", 4, "--chunk", 32]
+    arguments += ["--modes", "trl,exact", "--dtype", "float32", "--min_seconds", 0]
+    return [*arguments, "--output_dir", tmp_path]
+
+
+def test_the_benchmark_times_the_same_work_once(model_folder, tmp_path):
+    """Two modes at one prompt: both found the same gradient (fp32: its rounding, 1e-4, tells the
+    same work from other work), and a second run measures nothing again."""
+    arguments = [*small(model_folder, tmp_path), "--prompts", 64, "--kinds", "time"]
+    done = run_bench(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    book = json.loads((tmp_path / "bench.json").read_text())
+    assert [cell["status"] for cell in book["cells"]] == ["done"] * 2
+    (row,) = book["summary"]["ratios"]
+    assert row["grad_norm_difference"] < 1e-4 and row["seconds"] > 0
+    for cell in book["cells"]:
+        phases = cell["result"]["phases"]
+        assert sum(phases.values()) == pytest.approx(cell["result"]["seconds"])
+        assert phases["rollout"] > 0 and phases["optimizer"] > 0
+    again = run_bench(*arguments)
+    assert again.returncode == 0 and again.stdout.count("from ") >= 2
+
+
+@pytest.mark.slow
 def test_the_benchmark_measures_compares_and_draws(model_folder, tmp_path):
     """Two modes at two prompts: all cells, ratios and fits are in the file, both modes found the
     same gradient (fp32: its rounding, 1e-4, tells the same work from other work), the peak follows
     its formula, and a second run measures nothing again."""
-    arguments = ["--model", model_folder, "--prompts", "64,128", "--groups", 2, "--response", 4]
-    arguments += ["--modes", "trl,exact", "--chunk", 32, "--dtype", "float32", "--min_seconds", 0]
-    arguments += ["--output_dir", tmp_path]
+    arguments = [*small(model_folder, tmp_path), "--prompts", "64,128"]
     done = run_bench(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     book = json.loads((tmp_path / "bench.json").read_text())

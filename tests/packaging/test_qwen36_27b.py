@@ -16,15 +16,16 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from trl import ModelConfig
 
-from examples.qwen36_27b import dry_run, meta_run, train
+from examples.dry_run import meta_run
+from examples.dry_run.launch import Run, launch_words
+from examples.dry_run.table import Plan
+from examples.dry_run.terms import GIB, Term, adapter_terms, total
+from examples.qwen36_27b import dry_run, train
 from examples.qwen36_27b.terms import (
-    GIB,
-    Term,
-    adapter_terms,
     kept_terms,
     quantized_weights,
+    slice_of,
     state_terms,
-    total,
     unkept_bytes,
     weight_terms,
 )
@@ -40,27 +41,27 @@ ATTENTION, RECURRENT = "full_attention", "linear_attention"
 
 
 @pytest.fixture(scope="module")
-def run() -> dry_run.Run:
+def run() -> Run:
     """What `run.sh` runs."""
     return dry_run.read_run([])
 
 
 @pytest.fixture(scope="module")
-def the_decoder(run: dry_run.Run) -> Decoder:
+def the_decoder(run: Run) -> Decoder:
     """The 27B on the meta device, accepted by the engine."""
     return dry_run.build(run, the_config(), dry_run.PROMPT_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def plans(run: dry_run.Run, the_decoder: Decoder) -> dict[str, dry_run.Plan]:
+def plans(run: Run, the_decoder: Decoder) -> dict[str, Plan]:
     """Of both gradients."""
     return dry_run.make_plans(run, the_decoder, dry_run.PROMPT_TOKENS)
 
 
 @pytest.fixture
 def counted(
-    plans: dict[str, dry_run.Plan], the_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, dry_run.Plan]:
+    plans: dict[str, Plan], the_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Plan]:
     """The same; commands print these, and do not take the seconds to count them anew."""
     monkeypatch.setattr(dry_run, "build", lambda *args: the_decoder)
     monkeypatch.setattr(dry_run, "make_plans", lambda *args: plans)
@@ -87,7 +88,7 @@ def test_every_text_projection_has_an_adapter_as_in_the_paper(the_decoder: Decod
     assert the_decoder.state_bytes(1, with_cotangents=False) == 65_536
 
 
-def test_the_state_of_the_prompt_to_the_byte(plans: dict[str, dry_run.Plan]) -> None:
+def test_the_state_of_the_prompt_to_the_byte(plans: dict[str, Plan]) -> None:
     """On each of 8 ranks, of 2,097,152 tokens in 64 chunks: 16 GiB of keys and values, twice that
     of cotangents in fp32, and 64 snapshots: 144 MiB for all ranks, and inputs of convolutions."""
     exact, stopped = (by_name(plans[gradient].state) for gradient in ("exact", "stopped"))
@@ -100,7 +101,7 @@ def test_the_state_of_the_prompt_to_the_byte(plans: dict[str, dry_run.Plan]) -> 
 
 
 def test_the_command_prints_every_term_and_that_it_fits(
-    counted: dict[str, dry_run.Plan], capsys: pytest.CaptureFixture[str]
+    counted: dict[str, Plan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both gradients, and both places for pages."""
     assert dry_run.main([]) == 0
@@ -114,7 +115,7 @@ def test_the_command_prints_every_term_and_that_it_fits(
 
 
 def test_what_does_not_fit_is_an_exit_status_with_a_way_out(
-    counted: dict[str, dry_run.Plan], capsys: pytest.CaptureFixture[str]
+    counted: dict[str, Plan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """80 GiB are too few for the pages, and enough without them, as the message says."""
     assert dry_run.main(["--device_gib", "80"]) == 1
@@ -128,7 +129,7 @@ def test_what_does_not_fit_is_an_exit_status_with_a_way_out(
 # -------------------------------------------------------------------- the options
 
 
-def test_the_options_of_the_command_are_the_runs_own(run: dry_run.Run) -> None:
+def test_the_options_of_the_command_are_the_runs_own(run: Run) -> None:
     """`run.sh` is read, not repeated, and what stands behind it wins as it does there."""
     engine = run.engine
     assert (engine.sp_size, engine.chunk_size, engine.page_device) == (8, 32_768, "model")
@@ -161,7 +162,7 @@ def test_a_wrong_option_is_refused_with_what_to_change(
     """Before anything is counted, by the checks of the trainer and of the engine."""
     monkeypatch.setattr(dry_run, "Work", lambda *args: pytest.fail("it was counted"))
     if "extrapolation" in options[0]:  # asks the model, of which a small one says the same
-        config = meta_run.slice_of(the_config(), [RECURRENT, ATTENTION])
+        config = slice_of(the_config(), [RECURRENT, ATTENTION])
         monkeypatch.setattr(dry_run.AutoConfig, "from_pretrained", lambda folder: config)
     assert dry_run.main(options) == 2
     assert reason in capsys.readouterr().err
@@ -248,7 +249,7 @@ def test_one_more_layer_keeps_what_is_said(layers: list[str], num_rows: int) -> 
     engine = replace(ENGINE, sp_size=2)
     counts, said = [], []
     for some in ([layers[0], *layers], [layers[0], layers[0], *layers]):
-        config = meta_run.slice_of(tiny_model("qwen3_5").config, some)
+        config = slice_of(tiny_model("qwen3_5").config, some)
         decoder = meta_run.decoder_on_meta(config, LORA, engine)
         counts.append(meta_run.count_passes(decoder, engine, num_rows, 64))
         chunk = decoder, engine, num_rows, 64
@@ -265,7 +266,7 @@ def test_the_options_train_the_text_model_of_a_checkpoint_with_vision(
     # Of this model type transformers would make Qwen's own tokenizer, which knows no such words.
     monkeypatch.setattr(train.AutoTokenizer, "from_pretrained", lambda *_, **__: word_tokenizer())
     prompts_dataset().to_json(tmp_path / "data.jsonl")
-    _, own = dry_run.launch_words()
+    _, own = launch_words(dry_run.FOLDER)
     options = f"""
         --model_name_or_path {folder} --dataset_name {tmp_path / "data.jsonl"}
         --reward_funcs tests.trl.parity.modular_reward --output_dir {tmp_path / "out"}

@@ -126,6 +126,26 @@ def _hybrids() -> dict[str, Case]:
     }
 
 
+def _sparse() -> dict[str, Case]:
+    """Every rank scores and attends to what it owns of one global selection."""
+    sparse = Case("glm_moe_dsa")
+    return {
+        "glm_moe_dsa, chunks of 2": sparse.but(chunk_size=2),
+        "glm_moe_dsa, zigzag, chunks of 7": sparse.but(chunk_size=7, **ZIGZAG),
+        "glm_moe_dsa, fewer tokens than ranks": Case("glm_moe_dsa", SHORT),
+        "glm_moe_dsa, responses of several chunks together": Case(
+            "glm_moe_dsa", LONG_RESPONSES
+        ).but(replay_batch=3),
+        "glm_moe_dsa, shared turns": Case("glm_moe_dsa", turns=True).but(min_shared_tokens=4),
+        "glm_moe_dsa, checkpointing, host pages": replace(
+            sparse.but(page_device="host"), checkpointing=True
+        ),
+        "deepseek_v32, LoRA, stopped": replace(
+            Case("deepseek_v32").but(chunk_size=5, **STOPPED), lora=True
+        ),
+    }
+
+
 def _options() -> dict[str, Case]:
     """What works together with shared prompts."""
     llama = Case()
@@ -171,13 +191,30 @@ _EVERY_FAMILY = {
 
 
 def _some(*names: str) -> dict[str, Case]:
-    every = {**_EVERY_FAMILY, **_options()}
+    every = {**_EVERY_FAMILY, **_sparse(), **_options()}
     return {name: every[name] for name in names}
 
 
+_TELLING = (
+    "llama, exact",
+    "llama, stopped",
+    "gemma3, exact",
+    "gpt_oss, exact",
+    "qwen3_moe, exact",
+    "qwen3_5, exact",
+    "qwen3_5, stopped",
+    "glm_moe_dsa, exact",
+)
+"""Families whose parts are not those of others."""
+
 LAUNCHES: dict[str, dict[str, Case]] = {
-    "dp 1, sp 2": {**_EVERY_FAMILY, **_hybrids(), "gap measured": _options()["gap measured"]},
-    "dp 1, sp 2, options": _options(),
+    "dp 1, sp 2": {
+        **_some(*_TELLING),
+        **_hybrids(),
+        **_sparse(),
+        "gap measured": _options()["gap measured"],
+    },
+    "dp 1, sp 2, options": {**_EVERY_FAMILY, **_options()},
     "dp 1, sp 3": _some(
         "zigzag, chunks of 7",
         "fewer tokens than ranks",
@@ -192,6 +229,8 @@ LAUNCHES: dict[str, dict[str, Case]] = {
         "load-balancing loss",
         "gemma2, exact",
         "gpt_oss, stopped",
+        "glm_moe_dsa, zigzag, chunks of 7",
+        "deepseek_v3, exact",
     ),
     "dp 2, sp 1": _some("chunks of 7"),
     "dp 2, sp 2": _some("chunks of 7", "LoRA", "load-balancing loss"),

@@ -32,12 +32,21 @@ def run(case: Case, sp_size: int) -> dict[str, Any]:
     model = case.model()
     engine = Engine(model, EngineConfig(**{**BASE, **case.config}, sp_size=sp_size))
     groups = case.groups(engine.axes.dp_rank)
+    selected = selected_total(engine, groups[0].prompt_ids)
     with Float64Islands():
         for part, loss_of in parts(groups, case.num_calls):
             engine.accumulate(part, loss_of)
         report = engine.finalize()
     assert engine.store.bytes_in_use == 0 and engine.store.num_pages == 0
-    return {"gradients": gradients(model), "gap": report.gap}
+    return {"gradients": gradients(model), "gap": report.gap, "selected": selected}
+
+
+def selected_total(engine: Engine, prompt_ids: torch.Tensor) -> int:
+    """The sum of the fingerprints of what this rank has of all selections in a prompt's capture."""
+    with Float64Islands():
+        state = engine.capture(prompt_ids)
+    noted = [state.choices(c) for c in state.segment.chunks(engine.config.chunk_size)]
+    return sum(choices.total("indexer") for choices in noted if choices is not None)
 
 
 def parts(groups: list[PromptGroup], num_calls: int) -> list[tuple[list[PromptGroup], Any]]:

@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from longstraw.audit import full_sequence_step
+from longstraw.audit import full_sequence_step, selections
+from longstraw.state import fingerprint
 from tests.engine.compare import Gradients, RandomLoss, gradients, worst_error
-from tests.models import Float64Islands
+from tests.models import Float64Islands, tiny_model
 from tests.sequence.cases import BASE, LAUNCHES, SLOW, Case, shape_of
 from tests.sequence.program import Uncoupled
 from tests.trl.ranks import run_ranks
 
 logger = logging.getLogger("tests.sequence")
 TOLERANCE = 1e-9
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 ALL = [
     pytest.param(launch, name, marks=[pytest.mark.slow] if launch in SLOW else [])
     for launch, cases in LAUNCHES.items()
@@ -89,7 +91,12 @@ def test_the_gradient_is_that_of_the_full_sequence(
         assert error <= TOLERANCE, parameter
 
 
-_PARTS = {"all": (), "keys": ("k_proj", "c_attn"), "values": ("v_proj", "c_attn")}
+_LATENTS = ("kv_a_proj_with_mqa", "kv_b_proj")
+_PARTS = {
+    "all": (),
+    "keys": ("k_proj", "c_attn", *_LATENTS),
+    "values": ("v_proj", "c_attn", *_LATENTS),
+}
 
 
 def _only(found: Gradients, what: str) -> Gradients:
@@ -104,6 +111,32 @@ def test_every_rank_ends_with_the_same_bits(launch: str, name: str, launched: La
     for other in others:
         for parameter, value in first["gradients"].items():
             assert torch.equal(value, other["gradients"][parameter]), parameter
+
+
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [param for param in ALL if LAUNCHES[param.values[0]][param.values[1]].family in SPARSE],
+)
+def test_ranks_select_together_what_one_forward_does(
+    launch: str, name: str, launched: Launched
+) -> None:
+    """To the token: the fingerprints of all (query, token) pairs of a prompt add up to those of the
+    definition's selections."""
+    case = LAUNCHES[launch][name]
+    model = tiny_model(case.family).double()
+    if case.lora:
+        model = case.model().get_base_model()  # type: ignore[operator]
+    ids = case.groups(0)[0].prompt_ids[:-1]
+    expected = 0
+    if ids.numel():
+        with Float64Islands(), torch.no_grad():
+            found = selections(model, ids)
+        last = f".layers.{model.config.num_hidden_layers - 1}."  # ends a capture with its state
+        expected = sum(
+            int(fingerprint(x, torch.arange(len(x)))) for n, x in found.items() if last not in n
+        )
+    total = sum(record[name]["selected"] for record in launched(launch))
+    assert total % 2**64 == expected % 2**64
 
 
 def test_the_gap_is_that_of_whole_gradients(launched: Launched) -> None:

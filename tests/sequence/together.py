@@ -12,12 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.sequence import fault_program, memory_program, needle_program, rollout_program
+from tests.sequence import (
+    fault_program,
+    memory_program,
+    needle_program,
+    rollout_program,
+    selection_program,
+)
 
 PARTS: dict[int, dict[str, Callable[[int], Any]]] = {
     2: {
         "rollout": rollout_program.run,
         "memory": memory_program.run,
+        "selection": selection_program.run,
         "budget": fault_program.run_budget,
         "other input": fault_program.run_other_input,
         "refused": fault_program.run_refused,

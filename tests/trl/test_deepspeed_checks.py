@@ -97,7 +97,6 @@ REFUSED = {
     '"autotp_size" of "tensor_parallel" is 2': {"tensor_parallel__autotp_size": 2},
     '"sequence_parallel_size" is 4': {"sequence_parallel_size": 4},
     '"pipeline"': {"pipeline": {"stages": 2}},
-    '"expert_parallel"': {"expert_parallel": {"enabled": True}},
     '"curriculum_learning"': {"curriculum_learning": {"enabled": True}},
     '"data_efficiency"': {"data_efficiency": {"enabled": True}},
     '"progressive_layer_drop"': {"progressive_layer_drop": {"enabled": True}},

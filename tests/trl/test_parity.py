@@ -11,12 +11,14 @@ Each combination also shows that its option matters: stock TRL without the optio
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.marks import slow_but
 from tests.trl.combinations import COMBINATIONS
 from tests.trl.parity import (
     ADAMW,
@@ -24,6 +26,7 @@ from tests.trl.parity import (
     TOLERANCE,
     TWO_LAYERS,
     ModelPath,
+    Outcome,
     Setting,
     assert_same_training,
     make_trainer,
@@ -35,6 +38,9 @@ from tests.trl.parity import (
 # An option counts as having an effect if it changes where stock TRL ends by more than this,
 # relative to the movement of the parameter it changes most: 100 times what is accepted as equal.
 EFFECT = 1e-2
+
+StockOf = Callable[[Setting], Outcome]
+"""The fixture `stock_of`."""
 
 
 # ---------------------------------------------------------------- the losses
@@ -87,16 +93,49 @@ def test_the_losses_compared_above_differ(model_path: ModelPath, tmp_path: Path)
 # ---------------------------------------------------------------- options
 
 
-# How batches are cut, in ways beyond the first of each kind. `make test-slow`.
-MORE_CUTS = ("half a group at a time", "accumulation 4", "two groups", "steps_per_generation 2")
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if any(cut in name for cut in MORE_CUTS) else [])
-    for name in COMBINATIONS
-]
+# One or more of each kind.
+IN_SHORT = (
+    "beta, reference model, adamw",
+    "LoRA, gradient checkpointing",
+    "steps_per_generation 4, accumulation 2, grpo",
+    "a group cut by an optimizer step",
+    "prompts that differ within a group",
+    "normalize_then_sum",
+    "updates without any advantage, LoRA, accumulation 2, adamw",
+    "entropy bonus, adaptive, accumulation 2",
+    "top_entropy_quantile, first tokens left out",
+    "environment mask, truncated completions masked, beta",
+    "temperature, beta, entropy bonus",
+    "qwen3_moe, auxiliary loss",
+    "tied embeddings, cast_lm_head_to_fp32",
+    "gemma2, softcap and sliding window",
+    "qwen3_5, LoRA, adamw",
+    "replay_batch 3, LoRA, beta, accumulation 2",
+    "a state budget",
+    "evaluation between steps of one generation, auxiliary loss",
+    "an optimizer that writes past autograd",
+)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_options_train_as_in_stock_trl(name: str, model_path: ModelPath, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stock_of(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> StockOf:
+    """`stock_of(setting)`: what stock TRL does, trained once for all who ask with this object."""
+    found: dict[int, Outcome] = {}
+
+    def run(setting: Setting) -> Outcome:
+        if id(setting) not in found:
+            path = model_path(setting.family, **setting.variant)
+            out = tmp_path_factory.mktemp("stock")
+            found[id(setting)] = train(setting, path, out, longstraw=False)
+        return found[id(setting)]
+
+    return run
+
+
+@pytest.mark.parametrize("name", slow_but(IN_SHORT, COMBINATIONS))
+def test_options_train_as_in_stock_trl(
+    name: str, model_path: ModelPath, stock_of: StockOf, tmp_path: Path
+) -> None:
     """See the module's docstring for the tolerance.
 
     A failure in parameters and not in metrics means that the gradient is another than that of the
@@ -105,9 +144,7 @@ def test_options_train_as_in_stock_trl(name: str, model_path: ModelPath, tmp_pat
     combination = COMBINATIONS[name]
     stock, _ = assert_same_training(name, combination.setting, model_path, tmp_path)
     if combination.without is not None:
-        setting = combination.without
-        path = model_path(setting.family, **setting.variant)
-        without = train(setting, path, tmp_path / "without", longstraw=False)
+        without = stock_of(combination.without)
         assert worst_parameter(without.after, stock)[0] > EFFECT
 
 
@@ -184,7 +221,7 @@ def test_cast_lm_head_to_fp32_holds_under_mixed_precision(
 # ---------------------------------------------------------------- without a hand in stock TRL
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize("loss_type", slow_but(["dapo"], ["dapo", "dr_grpo", "cispo"]))
 def test_moving_whole_groups_changes_no_gradient(
     loss_type: str, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
+from tests.marks import slow_but
 from tests.models import VOCAB
 from tests.trl.chat import CHAT_VOCAB, END_OF_TURN, add, call_of, chat_dataset, chat_tokenizer
 from tests.trl.parity import (
@@ -104,7 +105,18 @@ VLLM_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VLLM_OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [
+            "sequence_truncate",
+            "token_truncate, both bounds, num_iterations 2",
+            "server, beta",
+            "no correction",
+        ],
+        VLLM_OPTIONS,
+    ),
+)
 @pytest.mark.usefixtures("fixed_vllm")
 def test_vllm_log_probs_correct_the_loss_as_in_stock_trl(
     name: str, model_path: ModelPath, tmp_path: Path
@@ -235,7 +247,9 @@ TOOL_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", TOOL_OPTIONS)
+@pytest.mark.parametrize(
+    "name", slow_but(["tools, a budget that cuts conversations", "an environment"], TOOL_OPTIONS)
+)
 def test_tool_calls_train_as_in_stock_trl(name: str, model_path: ModelPath, tmp_path: Path) -> None:
     """Answers of tools are read by later tokens and are not trained on.
 

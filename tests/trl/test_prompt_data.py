@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from trl import GRPOTrainer
 
 from examples.train_grpo import load_split
+from tests.marks import slow_but
 from tests.trl.chat import CHAT_VOCAB, add, chat_dataset, chat_tokenizer
 from tests.trl.parity import (
     TOLERANCE,
@@ -43,7 +44,7 @@ from trl_integration.prompt_reader import PromptReader, TokenizedPrompt
 # ---------------------------------------------------------------- the same training
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(["prompt_ids", "document_file", "json stream"], FORMS))
 def test_training_is_stock_trls_on_the_same_text(
     form: str, model_path: ModelPath, tmp_path: Path
 ) -> None:

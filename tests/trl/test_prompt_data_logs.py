@@ -13,6 +13,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from longstraw import ConfigError
+from tests.marks import slow_but
 from tests.trl.parity import (
     TWO_LAYERS,
     ModelPath,
@@ -183,7 +184,7 @@ def tabled(prompts: list[Any], log_extra: Any, **rows: Any) -> list[float | None
     return modular_reward(**rows)
 
 
-@pytest.mark.parametrize("form", ["prompt_ids", "disk", "json stream"])
+@pytest.mark.parametrize("form", slow_but(["disk"], ["prompt_ids", "disk", "json stream"]))
 def test_a_resumed_run_is_the_uninterrupted_one(
     form: str, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer, ModelConfig, TrlParser
 
 from longstraw import ConfigError
+from tests.marks import slow_but
 from tests.trl.ingredients import lora, some_tokens_only
 from tests.trl.parity import (
     BASE,
@@ -61,7 +62,7 @@ def trained(given: Setting, model_path: ModelPath, tmp_path: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("refresh", "captures", "ages"),
     [
-        ("every_step", [1, 2, 3, 4, 5, 6, 7, 8], [0] * 8),
+        pytest.param("every_step", [1, 2, 3, 4, 5, 6, 7, 8], [0] * 8, marks=pytest.mark.slow),
         ("4", [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 2, 3] * 2),
         ("never", [1] * 8, list(range(8))),
     ],
@@ -136,7 +137,7 @@ def switch_adapters_off_in_prompts(trainer: GRPOTrainer) -> None:
             module.register_forward_hook(mask)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("beta", slow_but([0.2], [0.0, 0.2]))
 def test_never_is_stock_trl_with_the_adapter_off_in_the_prompt(
     beta: float, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from trl import ModelConfig, TrlParser
 
 from examples import train_grpo
+from tests.marks import slow_but
 from tests.qlora import in_fp32, load_nf4, nf4_config, widen_adapters
 from tests.trl.ingredients import lora
 from tests.trl.parity import (
@@ -90,7 +91,10 @@ def without_packed(outcome: Outcome) -> Outcome:
     return replace(outcome, before=floating(outcome.before), after=floating(outcome.after))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["qwen3_5", "prepared by PEFT", "loaded by TRL", "greedy generation"], SETTINGS),
+)
 def test_qlora_trains_as_in_stock_trl(name: str, model_path: ModelPath, tmp_path: Path) -> None:
     """Adapters, all metrics, and that the NF4 weights are what they were, bit for bit."""
     setting = SETTINGS[name]

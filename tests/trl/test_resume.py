@@ -15,6 +15,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from tests.marks import slow_but
 from tests.trl.parity import ModelPath, Setting, prompts_dataset, train
 from tests.trl.resuming import (
     ACCUMULATED,
@@ -32,7 +33,7 @@ Runs = Callable[[str], tuple[Ended, Path]]
 
 SETTINGS: dict[str, tuple[Setting, tuple[int, ...]]] = {
     # Every step but the last: within the first and the second use of a generation, between two
-    # generations (8), with and without a log right before.
+    # generations (8), with and without a log right before. `IN_SHORT` has one of each.
     "a generation for 8 steps": (BUFFERED, tuple(range(1, 11))),
     "accumulation 2": (ACCUMULATED, (1, 3, 4)),
     "LoRA": (LORA, (3,)),
@@ -61,12 +62,23 @@ SETTINGS: dict[str, tuple[Setting, tuple[int, ...]]] = {
             entropy_coef=0.3,
             entropy_target=9.0,
             eval_strategy="steps",
-            eval_steps=2,
+            eval_steps=4,
             per_device_eval_batch_size=4,
         ),
         (3,),
     ),
 }
+
+
+IN_SHORT = [
+    *(("a generation for 8 steps", step) for step in (3, 6, 8)),
+    ("accumulation 2", 3),
+    ("LoRA", 3),
+    ("several passes over the data", 6),
+    ("stream", 3),
+    ("reference that moves", 3),
+    ("adaptive entropy, evaluation", 3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +112,7 @@ def copied(runs: Runs, tmp_path: Path) -> Callable[[int], Path]:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [(name, step) for name, (_, steps) in SETTINGS.items() for step in steps],
+    slow_but(IN_SHORT, [(name, step) for name, (_, steps) in SETTINGS.items() for step in steps]),
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     name: str, step: int, runs: Runs, model_path: ModelPath

@@ -229,6 +229,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"longstraw_attention": "flash"},
         ("attention='flash'", "Did you mean 'torch_flash'"),
     ),
+    "ties of index scores": (
+        {"longstraw_index_ties": "frist"},
+        ("longstraw_index_ties='frist'", "Did you mean 'first'"),
+    ),
     "chunk size": ({"longstraw_chunk_size": 0}, ("chunk_size=0", "at least 1")),
     "page size": ({"longstraw_page_size": -4}, ("page_size=-4", "at least 1")),
     "replay batch": ({"longstraw_replay_batch": 1.5}, ("replay_batch=1.5", "whole number")),

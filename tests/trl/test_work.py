@@ -8,6 +8,7 @@ from peft import LoraConfig
 
 from longstraw.captured import CapturedSegments
 from longstraw.state import SegmentState
+from tests.marks import slow_but
 from tests.trl.parity import (
     EOS,
     ModelPath,
@@ -70,7 +71,18 @@ SLICINGS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLICINGS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [
+            "two groups in four micro-batches",
+            "a micro-batch of one and a half groups",
+            "completions used twice",
+            "four groups, a step after each",
+        ],
+        SLICINGS,
+    ),
+)
 def test_each_prompt_is_captured_once_per_policy_version(
     name: str, model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +103,7 @@ def test_each_prompt_is_captured_once_per_policy_version(
     assert len(set(held)) == len(held), "a prompt was captured twice under the same weights"
 
 
-@pytest.mark.parametrize("rollout", [fixed_rollout, None], ids=["given", "generated"])
+@pytest.mark.parametrize("rollout", slow_but([None], [fixed_rollout, None]))
 def test_a_reference_adapter_captures_each_prompt_once_more(
     rollout: Any, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -2,13 +2,14 @@
 
 Tensors there have shapes and no bytes. The engine's own passes run over a few layers of the model
 at one rank's share of a chunk, and every tensor that they make is counted while it lives. What
-other ranks would send is a tensor of its size.
+other ranks would send is a tensor of its size. What depends on numbers takes its largest size.
 """
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,9 @@ from longstraw.audit import PeakTensorBytes
 from longstraw.distributed import LockStep
 from longstraw.models import Decoder, TokenCotangents, score_anchor
 from longstraw.passes import SegmentLoss, SegmentPasses
-from longstraw.state import PageStore, SegmentState
+from longstraw.state import Choices, PageStore, SegmentState
+from longstraw_kernels.index_topk import running
+from longstraw_kernels.selected_attention import reference
 
 
 class MetaGroup(SequenceGroup):
@@ -76,21 +79,21 @@ def as_trained(model: PeftModel, engine: EngineConfig) -> Decoder:
     return decoder
 
 
-def slice_of(config: Any, layer_types: Sequence[str]) -> Any:
-    """The config with these layers."""
-    config = deepcopy(config)
-    config.layer_types, config.num_hidden_layers = list(layer_types), len(layer_types)
-    return config
-
-
 def count_passes(
-    decoder: Decoder, engine: EngineConfig, num_rows: int, num_tokens: int
+    decoder: Decoder,
+    engine: EngineConfig,
+    num_rows: int,
+    num_tokens: int,
+    history_tokens: int | None = None,
 ) -> tuple[int, int]:
     """Most bytes beside weights, state and gradients in a capture and in a backward.
 
-    Of `num_rows` runs of `num_tokens` that continue a history of as many, with cotangents on all
-    that they have added to the state. A longer history adds nothing: its pages are visited one at a
-    time.
+    Of `num_rows` runs of `num_tokens` that continue a history, with cotangents on all that they
+    have added to the state.
+
+    Args:
+        history_tokens: of the history, at least a chunk; None for `num_tokens`, which is enough
+            where pages are visited one at a time.
 
     Returns:
         Of the capture (with what it writes, if that is more), and of the backward.
@@ -99,20 +102,43 @@ def count_passes(
     store = PageStore(device, engine.page_size, cotangent_dtype=engine.cotangent_dtype)
     group = MetaGroup(0, engine.sp_size)
     passes = SegmentPasses(decoder, store, TorchBackend(), LockStep(), engine, group)
-    history = passes.new_state(_segment(1, num_tokens, 0, device), None, needs_cotangent=True)
     bar = tqdm(disable=True)
-    with _autocast_on_meta(), _collector_off(), decoder.attached():
-        passes.capture(history, bar)
-        segment = _segment(num_rows, num_tokens, num_tokens, device)
+    with _on_meta(), _collector_off(), decoder.attached():
+        if history_tokens is None:
+            history = passes.new_state(
+                _segment(1, num_tokens, 0, device), None, needs_cotangent=True
+            )
+            passes.capture(history, bar)
+        else:
+            history = _long_history(passes, history_tokens, bar)
+        segment = _segment(num_rows, num_tokens, history.segment.num_tokens, device)
         state = passes.new_state(segment, None, history, needs_cotangent=True)
         with PeakTensorBytes() as capture:
             passes.capture(state, bar)
         for held in (history, state):
-            _leave_cotangents(held, store, decoder.num_layers)
+            _leave_cotangents(held, store, decoder.num_layers, engine.chunk_size)
         with PeakTensorBytes() as backward:
             passes.backward(state, SegmentLoss(), bar)
     history.free()
     return capture.peak_bytes, backward.peak_bytes
+
+
+def _long_history(passes: SegmentPasses, num_tokens: int, bar: tqdm) -> SegmentState:
+    """A state of as many whole chunks as `num_tokens` have, each like the first."""
+    size, device = passes.config.chunk_size, passes.decoder.device
+    first = passes.new_state(_segment(1, size, 0, device), None, needs_cotangent=True)
+    passes.capture(first, bar)
+    (like,) = first.segment.chunks(size)
+    segment = _segment(1, num_tokens // size * size, 0, device)
+    history = passes.new_state(segment, None, needs_cotangent=True)
+    for chunk in segment.chunks(size):
+        for place in range(passes.decoder.num_layers + len(passes.decoder.index_layers)):
+            for page in first.pages(place, like):
+                part = torch.empty_like(page.key), torch.empty_like(page.value)
+                runs = [(slice(0, page.num_tokens), page.start)]
+                history.append(chunk, place, *part, runs, type(page))
+    first.free()
+    return history
 
 
 def _segment(num_rows: int, num_tokens: int, start: int, device: torch.device) -> Segment:
@@ -120,9 +146,11 @@ def _segment(num_rows: int, num_tokens: int, start: int, device: torch.device) -
     return Segment(ids, (num_tokens,) * num_rows, start)
 
 
-def _leave_cotangents(state: SegmentState, store: PageStore, num_layers: int) -> None:
+def _leave_cotangents(
+    state: SegmentState, store: PageStore, num_layers: int, chunk_size: int
+) -> None:
     """On every page, as if later tokens had been there."""
-    for chunk in state.segment.chunks(state.segment.num_tokens):
+    for chunk in state.segment.chunks(chunk_size):
         for layer in range(num_layers):
             for page in state.pages(layer, chunk):
                 gradients = [torch.zeros_like(x) for x in (page.key, page.value)]
@@ -130,14 +158,39 @@ def _leave_cotangents(state: SegmentState, store: PageStore, num_layers: int) ->
 
 
 @contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """`torch.autocast` knows no meta device, on which there is nothing to cast."""
-    real = torch.autocast
+def _on_meta() -> Iterator[None]:
+    """Take the way through what depends on numbers that takes most memory.
 
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return nullcontext() if device_type == "meta" else real(device_type, *args, **kwargs)
+    * `torch.autocast` knows no meta device, on which there is nothing to cast.
+    * Any token of a page may be among the best of a query, and all of them are of the first pages.
+    * Tiles of queries follow each other and are alike: one says all.
+    * What is chosen has no numbers that could differ.
+    """
+    autocast, tiles, entrants = torch.autocast, reference._tiles, running._entrants
+    differing = Choices.differing
 
-    with patch.object(torch, "autocast", autocast):
+    def no_autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    def first_tile(index: Tensor, rows: Tensor) -> Iterator[slice]:
+        all_tiles = tiles(index, rows)
+        return islice(all_tiles, 1) if index.is_meta else all_tiles
+
+    def all_enter(scores: Tensor, lowest: Tensor, ties: str) -> tuple[Tensor, Tensor] | None:
+        if not scores.is_meta:
+            return entrants(scores, lowest, ties)
+        scores = scores.masked_fill(scores <= lowest, -torch.inf)
+        return scores, torch.arange(scores.shape[-1], device="meta").expand_as(scores)
+
+    def differ(ours: Choices, captured: Choices | None) -> list[str]:
+        is_meta = any(choice.is_meta for choice in ours._made.values())
+        return [] if is_meta else differing(ours, captured)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "autocast", no_autocast))
+        stack.enter_context(patch.object(reference, "_tiles", first_tile))
+        stack.enter_context(patch.object(running, "_entrants", all_enter))
+        stack.enter_context(patch.object(Choices, "differing", differ))
         yield
 
 
