@@ -19,6 +19,12 @@ def check_backend(config: EngineConfig, decoder: Decoder, backend: Backend) -> N
             "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
             "LoRA under stage 2."
         )
+    if config.router_statistics and decoder.num_experts_per_token is None:
+        raise ConfigError(
+            "router_statistics=True (output_router_logits=True in the model's config) keeps sums "
+            "for a load-balancing loss, and transformers has none for "
+            f"{decoder.family.model_type}. Set output_router_logits=False."
+        )
     if backend.gathers_weights and any(decoder.head.children()):
         raise ConfigError(
             f"the head is a {type(decoder.head).__name__} of several modules, whose "

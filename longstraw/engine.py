@@ -221,7 +221,7 @@ class Engine:
     @contextmanager
     def weights_gathered(self) -> Iterator[None]:
         """Say that inside, whole weights stand on every rank: passes need no other rank."""
-        with self.backend.weights_gathered(), self.lockstep.suspended():
+        with self.backend.weights_gathered(self.config.sp_size), self.lockstep.suspended():
             yield
 
     def weights_changed(self) -> None:

@@ -149,6 +149,8 @@ def _reader(engine: Engine, states: Sequence[SegmentState], start: int) -> Reade
         ends.setdefault(state, []).append(row)
         for before in state.lineage():
             readers.setdefault(before, []).append(row)
+    # Roots first: an indexer, and the table of selected rows, take positions in order.
+    readers = dict(sorted(readers.items(), key=lambda item: item[0].depth))
     shifts = [start - state.segment.end for state in states]
     same = not any(shifts) and all(len(rows) == len(states) for rows in readers.values())
     layers, recurrent = range(engine.decoder.num_layers), engine.decoder.recurrent_layers

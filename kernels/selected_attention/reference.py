@@ -1,6 +1,7 @@
 """The definition of attention over selected rows: gather, two matrix products, a softmax.
 
-As many queries at a time as have `TILE` numbers in their gathered rows.
+As many queries at a time as have `TILE` numbers in their gathered rows; on other devices than the
+CPU 16 times as many.
 """
 
 from collections.abc import Iterator
@@ -66,7 +67,8 @@ def _scores(q: Tensor, rows: Tensor, index: Tensor, softmax_scale: float) -> tup
 
 
 def _tiles(index: Tensor, rows: Tensor) -> Iterator[slice]:
-    size = max(1, TILE // max(1, index.shape[1] * rows.shape[1]))
+    tile = TILE if rows.device.type == "cpu" else 16 * TILE
+    size = max(1, tile // max(1, index.shape[1] * rows.shape[1]))
     for first in range(0, index.shape[0], size):
         yield slice(first, first + size)
 

@@ -123,11 +123,11 @@ def _merge_home(travel: Travel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
     """What all ranks found for this rank's queries, merged in the order of ranks."""
     if travel.is_local:
         return out, lse
-    parts = travel.parts_home(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
-    out, lse = parts[0, ..., :-1].contiguous(), parts[0, ..., -1].contiguous()
-    for part in parts[1:]:
-        merge_lse_(out, lse, part[..., :-1], part[..., -1])
-    return out, lse
+    # Apart, and not as one tensor: side by side would be one more copy of both.
+    outs, lses = travel.parts_home(out), travel.parts_home(lse.unsqueeze(-1)).squeeze(-1)
+    for part in zip(outs[1:], lses[1:], strict=True):
+        merge_lse_(outs[0], lses[0], *part)
+    return outs[0], lses[0]
 
 
 def _gather(travel: Travel, q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Saved:

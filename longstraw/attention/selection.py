@@ -75,12 +75,16 @@ class _Scoring:
         positions: list[Tensor] = []
         num_tokens = 0
         for page, *parts in self.handle.store.read(pages, self.q.device, None):
-            block.append(torch.cat(parts, dim=-1).squeeze(1))
-            positions.append(torch.arange(page.start, page.end, device=self.q.device))
-            num_tokens += page.num_tokens
-            if page is pages[-1] or num_tokens >= BLOCK:
+            keys = torch.cat(parts, dim=-1).squeeze(1)
+            # Pages that rows share stand before those of a batch's own rows, and apart.
+            if block and (num_tokens >= BLOCK or keys.shape[0] != block[0].shape[0]):
                 self._add(torch.cat(block, dim=1), torch.cat(positions), rows)
                 block, positions, num_tokens = [], [], 0
+            block.append(keys)
+            positions.append(torch.arange(page.start, page.end, device=self.q.device))
+            num_tokens += page.num_tokens
+        if block:
+            self._add(torch.cat(block, dim=1), torch.cat(positions), rows)
 
     def add_own(self, keys: Tensor) -> None:
         """Keys of this rank's own tokens, to which the queries before them are blind."""

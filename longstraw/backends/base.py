@@ -76,8 +76,13 @@ class Backend(ABC):
         return True
 
     @contextmanager
-    def weights_gathered(self) -> Iterator[None]:
-        """Inside, the caller has brought all weights together: passes contain no collectives."""
+    def weights_gathered(self, num_in_step: int = 1) -> Iterator[None]:
+        """Inside, the caller has brought all weights together: passes need no rank but those that
+        make them in step.
+
+        Args:
+            num_in_step: neighbouring ranks that make the same passes at the same time.
+        """
         yield
 
     @abstractmethod

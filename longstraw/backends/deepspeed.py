@@ -19,7 +19,7 @@ Experts that AutoEP divides over ranks (`expert_parallel.py`) put collectives in
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -142,8 +142,10 @@ class DeepSpeedBackend(Backend):
         return self._num_backwards > 0
 
     @contextmanager
-    def weights_gathered(self) -> Iterator[None]:
-        with whole_experts(self.engine.module):
+    def weights_gathered(self, num_in_step: int = 1) -> Iterator[None]:
+        # Ranks that decode together may send each other tokens as in any other pass.
+        in_step = num_in_step % self.ep_size == 0
+        with nullcontext() if in_step else whole_experts(self.engine.module):
             if self.stage < 3:
                 yield
                 return

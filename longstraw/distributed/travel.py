@@ -175,9 +175,16 @@ class ChunkTravel(Travel):
     def _by_owner(self, whole: Tensor) -> Tensor:
         """`[.., C, D]` -> `[sp, .., w, D]`, zeros at pads: they must not reach a gradient."""
         sp_size, width = self.group.size, self.ownership.width
+        if self._is_in_order:
+            return whole.unflatten(-2, (sp_size, width)).movedim(-3, 0)
         padded = whole.new_zeros(*whole.shape[:-2], sp_size * width, whole.shape[-1])
         padded.index_copy_(-2, self._places, whole)
         return padded.unflatten(-2, (sp_size, width)).movedim(-3, 0)
+
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """Whether the parts side by side are the whole: no pads, one run to each rank."""
+        return self._places.tolist() == list(range(self.group.size * self.ownership.width))
 
     @cached_property
     def _columns(self) -> Tensor:

@@ -49,9 +49,9 @@ class Kept:
     """Hands what a checkpointed layer found in its history to its recompute.
 
     Under gradient checkpointing a layer runs twice, and visiting a long history is most of it. The
-    result of attention is one more hidden state per layer and token, beside the layer's input that
-    is kept anyway; the selection of an indexer is kept anyway where later layers use it. With them
-    the recompute visits no page.
+    result of attention is one more hidden state per layer and token (of latent attention H * r
+    numbers), beside the layer's input that is kept anyway; the selection of an indexer is kept
+    anyway where later layers use it. With them the recompute visits no page.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class LayerHandle:
 
     Attributes:
         history: pages of all earlier tokens, in order.
-        row_runs: pages of earlier tokens that only some rows read; decoding only.
+        row_runs: pages of earlier tokens that only some rows read, in order of positions in each
+            row; decoding only.
         store: where the pages' cotangents are kept.
         q_start: absolute position of the first query, of any rank.
         own_start: absolute position of the first own key; before `q_start` when decoding.

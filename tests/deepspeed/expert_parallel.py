@@ -103,6 +103,7 @@ MANY: dict[str, ExpertJob] = {
     **{f"ZeRO-{stage}, LoRA": ExpertJob(_LORA, stage) for stage in (0, 3)},
     **{f"ZeRO-{stage}, reference model": ExpertJob(_QWEN.but(beta=0.2), stage) for stage in (2, 3)},
     **{f"ZeRO-{stage}, LoRA, generation": ExpertJob(_GENERATING, stage) for stage in (0, 3)},
+    "ZeRO-0, LoRA, generation, sp 2": ExpertJob(_GENERATING, 0).shared(),
     "ZeRO-2, qwen3_5_moe, sp 2": ExpertJob(
         _family("qwen3_5_moe", router_aux_loss_coef=0.0), 2
     ).shared(),

@@ -5,6 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from longstraw import Engine, EngineConfig, MemoryPlanError, generate, generate_rows
+from longstraw.audit import ties_decided
 from tests.marks import slow_but
 from tests.models import FAMILIES, VOCAB, tiny_model
 
@@ -14,7 +15,9 @@ def random_prompt(length: int, seed: int = 2) -> torch.Tensor:
 
 
 def plain_generate(model, prompt: torch.Tensor, **options) -> torch.Tensor:
-    return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+    """transformers' own; where tokens are selected, of equal scores the first."""
+    with ties_decided(model, "first"):
+        return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
 
 
 def captured_tokens(engine: Engine) -> int:

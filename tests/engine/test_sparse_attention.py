@@ -328,3 +328,10 @@ def test_an_indexer_of_another_class_is_refused() -> None:
     model.model.layers[0].self_attn.indexer.__class__ = type("PooledIndexer", (kind,), {})
     with pytest.raises(UnsupportedModelError, match="PooledIndexer selects tokens in a way"):
         Engine(model)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "llama"])
+def test_sums_for_a_loss_that_does_not_exist_are_refused(family: str) -> None:
+    """GLM balances its experts by a bias that no gradient trains."""
+    with pytest.raises(ConfigError, match=rf"none for {family}\. Set output_router_logits=False"):
+        Engine(tiny_model(family), config(router_statistics=True))
