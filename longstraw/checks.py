@@ -17,7 +17,7 @@ def check_backend(config: EngineConfig, decoder: Decoder, backend: Backend) -> N
         raise ConfigError(
             "log_gradient_gap=True (longstraw_log_gradient_gap in the trainer) compares whole "
             "gradients, and here no rank holds them. Measure with ZeRO stage 0 or 1, or with "
-            "LoRA under stage 2."
+            "LoRA under stage 2, and without expert_parallel."
         )
     if config.router_statistics and decoder.num_experts_per_token is None:
         raise ConfigError(

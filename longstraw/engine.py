@@ -220,7 +220,7 @@ class Engine:
 
     @contextmanager
     def weights_gathered(self) -> Iterator[None]:
-        """Say that inside, whole weights stand on every rank: passes need no other rank."""
+        """Say that inside, passes need no other rank but those that share its prompts."""
         with self.backend.weights_gathered(self.config.sp_size), self.lockstep.suspended():
             yield
 

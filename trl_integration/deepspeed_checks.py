@@ -252,8 +252,8 @@ def refuse_turns_of_each_rank(config: Config) -> None:
     if stage == 3 or divides_experts(config):
         found = "ZeRO-3" if stage == 3 else "expert_parallel"
         raise ConfigError(
-            f"tools or environment_factory under {found}: whole weights are brought together for "
-            "each turn, and ranks have different numbers of turns. Use ZeRO-2 without "
+            f"tools or environment_factory under {found}: each turn takes what other ranks have, "
+            "and ranks have different numbers of turns. Use ZeRO-2 without "
             "expert_parallel, or generate with vLLM."
         )
 
@@ -279,6 +279,12 @@ def check_divided_experts(config: Config, model: Any, args: "LongStrawGRPOConfig
                 '"all-linear" takes experts too), or leave expert_parallel out.'
             )
     stage = _read(config, _ZERO + "stage")
+    if stage != 3 and args.bf16 and args.beta and not hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"beta={args.beta} in bf16, with expert_parallel under ZeRO-{stage}, where DeepSpeed "
+            "takes no reference model without an optimizer. Use stage 3, beta=0, or adapters, "
+            "whose reference is the model without them."
+        )
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     if any(p.requires_grad for p in experts):
         return
@@ -409,8 +415,37 @@ def _check_stage_3(config: Config, args: "LongStrawGRPOConfig") -> None:
         )
 
 
+_EXPERT_KEYS = (
+    "enabled",
+    "autoep_size",
+    "preset_model",
+    "use_grouped_mm",
+    "disable_triton_grouped_mm",
+    "expert_tensor_parallel_size",
+    "async_split_plan",
+    "comm_backend",
+)
+"""Keys of "expert_parallel" that may be set; the last three are checked with the other settings."""
+
+
 def _check_experts(config: Config, args: "LongStrawGRPOConfig", stage: int) -> None:
-    """AutoEP replaces experts after the trainer would have made its optimizer."""
+    """AutoEP replaces experts after the trainer would have made its optimizer; and it would take
+    other routing than the checkpoint's without a word."""
+    section = config["expert_parallel"]
+    for key in section:
+        if key not in _EXPERT_KEYS:
+            near = difflib.get_close_matches(key, _EXPERT_KEYS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{_found('expert_parallel.' + key, section[key])}: how tokens are routed is the "
+                f"model's, and other keys than {', '.join(_EXPERT_KEYS)} are not served.{hint}"
+            )
+    size = section.get("autoep_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(
+            f"{_found('expert_parallel.autoep_size', size)}: write over how many processes the "
+            "experts are divided, a number that divides both."
+        )
     if stage in (1, 2) and not _is_set(config.get("optimizer")):
         raise ConfigError(
             f"{_found('optimizer', None)}, with expert_parallel under ZeRO-{stage}: the optimizer "

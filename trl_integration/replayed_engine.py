@@ -27,5 +27,15 @@ class ReplayedEngine(DeepSpeedEngineWrapper):
 def drive_accelerator(accelerator: Any, backend: DeepSpeedBackend) -> None:
     """Let accelerate step and save through `backend`."""
     accelerator.deepspeed_engine_wrapped = ReplayedEngine(backend)
-    if backend.ep_size > 1:  # accelerate's own would write the first rank's experts only
-        accelerator.get_state_dict = lambda model, unwrap=True: backend.whole_state_dict()
+    if not backend.has_expert_layers:
+        return
+    own_state_dict, engine = accelerator.get_state_dict, backend.engine
+    has_adapters = bool(getattr(engine.module, "peft_config", None))
+
+    def get_state_dict(model: Any, unwrap: bool = True) -> Any:
+        # accelerate's own would write the first rank's experts, under AutoEP's names.
+        if model is not engine and model is not engine.module:
+            return own_state_dict(model, unwrap)
+        return backend.whole_state_dict(exclude_frozen_parameters=has_adapters)
+
+    accelerator.get_state_dict = get_state_dict

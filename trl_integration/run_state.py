@@ -205,9 +205,14 @@ def reference_file(trainer: GRPOTrainer) -> tuple[str | None, bool]:
     args: Any = trainer.args
     if not args.sync_ref_model or trainer.ref_model is None:
         return None, False
-    if any(hasattr(p, "ds_tensor") for p in _reference(trainer).parameters()):
+    if any(_differs_by_rank(p) for p in _reference(trainer).parameters()):
         return f"longstraw_reference_{args.process_index}.pt", True
     return "longstraw_reference.pt", False
+
+
+def _differs_by_rank(parameter: nn.Parameter) -> bool:
+    """Whether ranks hold other parts of it: ZeRO-3's, or other experts (AutoEP's mark)."""
+    return hasattr(parameter, "ds_tensor") or not getattr(parameter, "allreduce", True)
 
 
 def reference_tensors(trainer: GRPOTrainer) -> list[Tensor]:

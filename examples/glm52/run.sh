@@ -20,5 +20,6 @@ accelerate launch --config_file examples/glm52/zero0_ep32.yaml --num_processes 3
   --longstraw_chunk_size 16384 --longstraw_page_size 1024 --longstraw_page_device model \
   --longstraw_allow_extrapolation true \
   --gradient_checkpointing true --gradient_checkpointing_kwargs '{"use_reentrant": false}' \
+  --save_only_model true \
   --num_generations 2 --per_device_train_batch_size 2 --max_completion_length 8192 \
   "$@"

@@ -14,10 +14,13 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, softmax_scale: float) -> Tenso
     q, k, weights = q.float(), k.float(), weights.float()
     num_rows, num_queries, num_heads, _ = q.shape
     size = max(1, TILE // max(1, num_rows * num_heads * k.shape[1]))
-    keys = k.transpose(-1, -2).unsqueeze(1)
+    keys = k.transpose(-1, -2)
     parts = []
     for first in range(0, num_queries, size):
         part = slice(first, first + size)
-        products = torch.matmul(q[:, part], keys).mul_(softmax_scale).relu_()
+        # One product for a row's queries: broadcast over queries, keys would be copied for each.
+        queries = q[:, part]
+        products = torch.matmul(queries.flatten(1, 2), keys).mul_(softmax_scale).relu_()
+        products = products.unflatten(1, queries.shape[1:3])
         parts.append(torch.matmul(weights[:, part].unsqueeze(-2), products).squeeze(-2))
     return torch.cat(parts, dim=1)

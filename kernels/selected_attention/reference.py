@@ -22,9 +22,7 @@ def forward(
     for part in _tiles(index, rows):
         keys, scores = _scores(q[part].to(dtype), rows, index[part], softmax_scale)
         lse[part] = torch.logsumexp(scores, dim=-1)
-        # A query without rows: exp(-inf - 0) = 0 everywhere instead of NaN.
-        shift = lse[part].masked_fill(lse[part] == -torch.inf, 0.0)
-        p = torch.exp(scores - shift.unsqueeze(-1))
+        p = torch.exp(scores - _finite(lse[part]).unsqueeze(-1))
         out[part] = torch.matmul(p, keys[..., :value_dim])
     return out, lse
 
@@ -45,17 +43,28 @@ def backward(
     for part in _tiles(index, rows):
         queries, grads = q[part].to(dtype), grad_out[part].to(dtype)
         keys, scores = _scores(queries, rows, index[part], softmax_scale)
-        p = torch.exp(scores - lse[part].to(dtype).unsqueeze(-1))
+        p = torch.exp(scores - _finite(lse[part].to(dtype)).unsqueeze(-1))
         delta = (grads * out[part].to(dtype)).sum(-1, keepdim=True)
         dp = torch.matmul(grads, keys[..., :value_dim].transpose(-1, -2))
         ds = p * (dp - delta) * softmax_scale
         dq[part] = torch.matmul(ds, keys)
         dkeys = torch.matmul(ds.transpose(-1, -2), queries)
         dkeys[..., :value_dim] += torch.matmul(p.transpose(-1, -2), grads)
-        # Not index_add_: on CUDA it adds in any order. Rows that are none get zeros.
-        places = (index[part].clamp(min=0).flatten().long(),)
-        drows.index_put_(places, dkeys.flatten(0, 1), accumulate=True)
+        _add_rows(drows, index[part].clamp(min=0).flatten().long(), dkeys.flatten(0, 1))
     return dq, drows
+
+
+def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Add rows at their places, in the same order each time. Those of no token are zeros."""
+    if total.is_cuda:  # where index_add_ adds in any order; on the CPU index_put_ does
+        total.index_put_((places,), rows, accumulate=True)
+    else:
+        total.index_add_(0, places, rows)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Of a query without rows: exp(-inf - 0) = 0 everywhere instead of NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _scores(q: Tensor, rows: Tensor, index: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:

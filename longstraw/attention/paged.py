@@ -125,9 +125,10 @@ def _merge_home(travel: Travel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
         return out, lse
     # Apart, and not as one tensor: side by side would be one more copy of both.
     outs, lses = travel.parts_home(out), travel.parts_home(lse.unsqueeze(-1)).squeeze(-1)
+    out, lse = outs[0].clone(), lses[0].clone()  # views would keep what all ranks have sent
     for part in zip(outs[1:], lses[1:], strict=True):
-        merge_lse_(outs[0], lses[0], *part)
-    return outs[0], lses[0]
+        merge_lse_(out, lse, *part)
+    return out, lse
 
 
 def _gather(travel: Travel, q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Saved:

@@ -110,15 +110,15 @@ class SelectedRows:
         for page in self.handle.history:
             yield page, range(self.num_rows)
         for run in self.handle.row_runs:
-            rows = run.rows.tolist()
             for page in run.pages:
-                yield page, rows
+                yield page, run.row_numbers
 
     def _table(self, like: Tensor) -> Tensor:
         """`[M, D]`: the state of every token."""
-        # One row more where there is none: a table is read at some place for no token too.
         width = sum(x.shape[-1] for x in self.own)
-        table = like.new_zeros(max(self.num_places, 1), width)
+        if self.num_places == 0:  # a table is read at some place for no token too
+            return like.new_zeros(1, width)
+        table = like.new_empty(self.num_places, width)
         latents, rotary = table.split([self.latent_dim, width - self.latent_dim], dim=-1)
         place = 0
         pages = [page for page, _ in self._pages()]

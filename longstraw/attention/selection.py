@@ -5,8 +5,9 @@ to the rank that owns it, which finds the last of the K best of all; that thresh
 every rank, and each attends to what it owns down to there. The selection is the one that a single
 rank would make, to the token.
 
-What a rank receives for a chunk of C tokens, with B rows and w tokens to a rank: (sp - 1) B w K 8
-bytes of candidates, (sp - 1) B w (H D + H + 3) 4 of queries and thresholds.
+What a rank receives for a chunk of C tokens, with B rows, w tokens to a rank and an item of e
+bytes: (sp - 1) B w K 8 bytes of candidates, and (sp - 1) B w (H D e + 4 H + 8) of queries, weights
+and thresholds.
 """
 
 import torch

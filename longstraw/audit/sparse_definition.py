@@ -23,9 +23,17 @@ def latents_constant(model: nn.Module, num_tokens: int) -> Iterator[None]:
         for module in model.modules() if num_tokens else ():
             if hasattr(module, "expand_kv"):
                 expand = partial(_expand_stopped, module.expand_kv, num_tokens)
-                setattr(module, "expand_kv", expand)  # noqa: B010  (typed as a tensor or module)
-                stack.callback(delattr, module, "expand_kv")
+                _replace(stack, module, "expand_kv", expand)
         yield
+
+
+def _replace(stack: ExitStack, module: nn.Module, name: str, function: Any) -> None:
+    before = vars(module).get(name)  # accelerate puts a forward on the instance
+    setattr(module, name, function)
+    if before is None:
+        stack.callback(delattr, module, name)
+    else:
+        stack.callback(setattr, module, name, before)
 
 
 def _expand_stopped(expand: Any, num_tokens: int, *state: Tensor) -> Any:
@@ -44,8 +52,8 @@ def ties_decided(model: nn.Module, ties: str) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if type(module).__name__.endswith("Indexer"):
-                module.forward = partial(_run_with, _DecidedTopK(ties), module.forward)
-                stack.callback(delattr, module, "forward")
+                decided = partial(_run_with, _DecidedTopK(ties), module.forward)
+                _replace(stack, module, "forward", decided)
         yield
 
 

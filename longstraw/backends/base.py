@@ -29,12 +29,14 @@ class Backend(ABC):
         turns: passes that contain collectives, which all ranks must make together.
         needs_anchor: whether every backward must reach every parameter, with zeros if need be.
         keeps_gradients: whether `.grad` holds what was accumulated, for others to read.
+        ep_size: neighbouring ranks that the experts are divided over.
         gathers_weights: whether a module's forward brings its weights together from all ranks.
     """
 
     turns: frozenset[Pass] = frozenset()
     needs_anchor: bool = False
     keeps_gradients: bool = True
+    ep_size: int = 1
     gathers_weights: bool = False
 
     def begin_update(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027  (optional)

@@ -35,6 +35,7 @@ from .base import Backend, Finalized
 from .expert_parallel import (
     check_expert_layers,
     clip_gradients,
+    expert_layers,
     expert_parallel_size,
     global_norm,
     prepare_autoep,
@@ -61,6 +62,7 @@ class DeepSpeedBackend(Backend):
         stage: of ZeRO.
         accumulate: "local" or "partitioned".
         ep_size: ranks that the experts are divided over.
+        has_expert_layers: whether AutoEP has taken the place of expert blocks, also for one rank.
 
     Raises:
         ConfigError: a setting of the engine that would make the gradient wrong.
@@ -74,7 +76,8 @@ class DeepSpeedBackend(Backend):
         check_expert_layers(engine)
         record_raw_logits(engine.module)
         self.ep_size = expert_parallel_size(engine.module)
-        if self.ep_size > 1 and self.stage == 3:
+        self.has_expert_layers = bool(expert_layers(engine.module))
+        if self.has_expert_layers and self.stage == 3:
             # DeepSpeed raises; transformers calls it to save what is trained.
             engine._zero3_consolidated_16bit_state_dict = partial(whole_state_dict, engine)
         is_trained = hasattr(self.optimizer, "param_groups")
@@ -154,13 +157,21 @@ class DeepSpeedBackend(Backend):
             with patch.object(coordinator, "reset_step", lambda: None):
                 yield
 
-    def whole_state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
+    def whole_state_dict(
+        self, *, on_every_rank: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
         """The weights of all experts and of the rest, under transformers' names. Collective.
 
         Args:
             on_every_rank: whether others than the first get more than an empty dict.
+            exclude_frozen_parameters: leave out what is not trained: beside an adapter all experts
+                of a large model would come together on one rank.
         """
-        return whole_state_dict(self.engine, on_every_rank=on_every_rank)
+        return whole_state_dict(
+            self.engine,
+            on_every_rank=on_every_rank,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
 
     def _parameter_offload(self) -> Any:
         return getattr(self.optimizer, "parameter_offload", self.optimizer)

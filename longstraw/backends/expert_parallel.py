@@ -103,14 +103,24 @@ def check_expert_layers(engine: Any) -> None:
         ConfigError: with what was found, and what to use instead.
     """
     model = engine.module
+    asked = getattr(getattr(engine, "_config", None), "expert_parallel_config", None)
+    if not getattr(asked, "enabled", False):
+        return
     for config in getattr(model, "peft_config", {}).values():
         saved = set(getattr(config, "modules_to_save", None) or ())
-        if saved & {"experts", "gate", "mlp"}:
+        if {name.rpartition(".")[2] for name in saved} & {"experts", "gate", "mlp"}:
             raise ConfigError(
                 f"modules_to_save={sorted(saved)} with expert_parallel: AutoEP takes the experts "
                 "out of PEFT's wrapper, and the copy that is to be trained is lost. Leave them "
                 "out, or train the model in full."
             )
+    if not expert_layers(model):
+        raise ConfigError(
+            f"expert_parallel, and AutoEP finds no experts that it can divide in a "
+            f"{type(model).__name__}. It divides those of "
+            f"{', '.join(sorted(_LIKE))}, deepseek_v3, qwen3_5_moe_text and qwen3_moe. Leave "
+            "expert_parallel out; ZeRO-3 divides every weight (ds_configs/zero3.json)."
+        )
     trained = [p for p in model.parameters() if p.requires_grad and is_expert(p)]
     stage, is_bf16 = int(engine.zero_optimization_stage()), engine.bfloat16_enabled()
     if trained and stage == 0 and is_bf16:

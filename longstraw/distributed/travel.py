@@ -184,7 +184,9 @@ class ChunkTravel(Travel):
     @cached_property
     def _is_in_order(self) -> bool:
         """Whether the parts side by side are the whole: no pads, one run to each rank."""
-        return self._places.tolist() == list(range(self.group.size * self.ownership.width))
+        columns = [c for rank in range(self.group.size) for c in self.ownership.columns(rank)]
+        is_full = len(columns) == self.group.size * self.ownership.width
+        return is_full and columns == list(range(len(columns)))
 
     @cached_property
     def _columns(self) -> Tensor:

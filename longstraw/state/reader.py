@@ -34,6 +34,11 @@ class RowRun:
     shifts: list[int]
 
     @cached_property
+    def row_numbers(self) -> list[int]:
+        """The rows, where reading them waits for no device."""
+        return self.rows.tolist()
+
+    @cached_property
     def by_shift(self) -> "list[RowRun]":
         """The same, in parts whose rows stand at the same positions."""
         parts: dict[int, list[int]] = {}

@@ -50,11 +50,13 @@ class ExpertJob(Job):
     saves: bool = False
 
     def on_a_rank(self) -> Setting:
-        """DeepSpeed makes the optimizer: after the experts are divided."""
         setting = super().on_a_rank()
+        # Where DeepSpeed asks for it; else AutoEP finds its parameters in the trainer's own.
+        own = {"type": "SGD", "params": {"lr": BASE["learning_rate"]}}
+        optimizer = {"optimizer": own} if self.stage in (1, 2) else {}
         config = {
             **setting.config["deepspeed"],
-            "optimizer": {"type": "SGD", "params": {"lr": BASE["learning_rate"]}},
+            **optimizer,
             "expert_parallel": {"enabled": True, "autoep_size": self.ep_size},
         }
         return setting.but(deepspeed=config)
@@ -86,6 +88,7 @@ _GENERATING = replace(_LORA, rollout=None).but(generation_kwargs={"do_sample": F
 FEW: dict[str, ExpertJob] = {
     "ZeRO-0": ExpertJob(_QWEN, 0),
     "ZeRO-2, undivided": ExpertJob(_QWEN, 2, ep_size=1),
+    "ZeRO-3, LoRA, generation, sp 2": ExpertJob(_GENERATING, 3).shared(),
     "ZeRO-2, sp 2": ExpertJob(_QWEN, 2, saves=True).shared(),
     "ZeRO-3": ExpertJob(_QWEN, 3),
     "ZeRO-2, glm_moe_dsa, sp 2": ExpertJob(_family("glm_moe_dsa"), 2).shared(),

@@ -207,17 +207,22 @@ def test_generation_by_each_rank_is_refused() -> None:
         refuse_generation_by_each_rank({"expert_parallel": {"enabled": True}}, "use_cache=False")
 
 
-def _engine(model: nn.Module, stage: int, *, bf16: bool) -> Any:
+def _engine(model: nn.Module, stage: int, *, bf16: bool, is_enabled: bool = True) -> Any:
+    for layer in model.modules():
+        layer._is_autoep_layer = layer is not model  # type: ignore[assignment]
     return SimpleNamespace(
-        module=model, zero_optimization_stage=lambda: stage, bfloat16_enabled=lambda: bf16
+        module=model,
+        zero_optimization_stage=lambda: stage,
+        bfloat16_enabled=lambda: bf16,
+        _config=SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=is_enabled)),
     )
 
 
 def test_bf16_at_stage_0_is_refused_where_experts_are_trained() -> None:
     """DeepSpeed's optimizer of that stage knows nothing of experts, and clips ranks differently."""
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2))
     check_expert_layers(_engine(model, 0, bf16=True))
-    model.weight.allreduce = False  # type: ignore[assignment]
+    model[0].weight.allreduce = False  # type: ignore[assignment]
     check_expert_layers(_engine(model, 1, bf16=True))
     with pytest.raises(ConfigError, match="Use stage 1, 2 or 3"):
         check_expert_layers(_engine(model, 0, bf16=True))
@@ -227,12 +232,42 @@ def test_bf16_at_stage_0_is_refused_where_experts_are_trained() -> None:
 
 def test_trained_copies_of_experts_are_refused() -> None:
     """PEFT's `modules_to_save`: AutoEP takes what is inside the wrapper."""
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2))
     model.peft_config = {"default": SimpleNamespace(modules_to_save=["lm_head"])}  # type: ignore
     check_expert_layers(_engine(model, 2, bf16=False))
-    model.peft_config["default"].modules_to_save = ["experts"]  # type: ignore
-    with pytest.raises(ConfigError, match="modules_to_save"):
+    for saved in ("experts", "mlp.gate"):
+        model.peft_config["default"].modules_to_save = [saved]  # type: ignore
+        with pytest.raises(ConfigError, match="modules_to_save"):
+            check_expert_layers(_engine(model, 2, bf16=False))
+        check_expert_layers(_engine(model, 2, bf16=False, is_enabled=False))
+
+
+def test_models_without_experts_that_autoep_divides_are_refused() -> None:
+    """DeepSpeed only logs it, and every rank would hold all of them."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="no experts that it can divide in a Linear"):
         check_expert_layers(_engine(model, 2, bf16=False))
+    check_expert_layers(_engine(model, 2, bf16=False, is_enabled=False))
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"top_k": 1}, "how tokens are routed is the model's"),
+        ({"autoep_sise": 2}, "Did you mean 'autoep_size'"),
+        ({"autoep_size": 0}, "over how many processes"),
+        ({"autoep_size": None}, "over how many processes"),
+    ],
+    ids=str,
+)
+def test_other_routing_than_the_models_is_refused(section: dict[str, Any], says: str) -> None:
+    """AutoEP would take it, or ignore it, without a word."""
+    config: dict[str, Any] = {
+        "expert_parallel": {"enabled": True, "autoep_size": 2, **section},
+        "zero_optimization": {"stage": 3},
+    }
+    with pytest.raises(ConfigError, match=says):
+        check_deepspeed_config(config, arguments())
 
 
 def test_adapters_that_autoep_does_not_carry_are_refused() -> None:

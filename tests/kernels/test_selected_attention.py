@@ -81,9 +81,32 @@ def test_two_halves_of_a_selection_merge_to_the_whole() -> None:
 
 def test_a_query_without_rows_gives_nothing() -> None:
     """Of a selection another rank may own every row."""
-    q, rows, index, _ = operands((3, 2, 4, 2, 6))
-    out, lse = selected_attention(q, rows, torch.full_like(index, -1), SCALE, VALUE_DIM)
+    q, rows, index, grad = operands((3, 2, 4, 2, 6))
+    none = torch.full_like(index, -1)
+    out, lse = selected_attention(q, rows, none, SCALE, VALUE_DIM)
     assert torch.equal(out, torch.zeros_like(out)) and bool(torch.isinf(lse).all())
+    for gradient in selected_attention_backward(grad, q, rows, none, out, lse, SCALE):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_gradients_have_the_same_bits_each_time_on_several_threads() -> None:
+    """Many queries select the same rows, whose gradients are sums of many terms."""
+    generator = torch.Generator().manual_seed(0)
+    q, rows, grad = (
+        torch.randn(size, generator=generator)
+        for size in ((2048, 2, 64), (128, 64), (2048, 2, VALUE_DIM))
+    )
+    index = torch.randint(0, 128, (2048, 16), generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        out, lse = selected_attention(q, rows, index, SCALE, VALUE_DIM)
+        found = [
+            selected_attention_backward(grad, q, rows, index, out, lse, SCALE)[1] for _ in range(5)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_half_precision_is_summed_in_fp32() -> None:

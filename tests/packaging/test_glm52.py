@@ -257,6 +257,7 @@ def three_layers() -> tuple[list[int], list[int]]:
     return count_and_said(FULL, FULL, SHARED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_choosers"), [(FULL, 2), (SHARED, 1)])
 def test_one_more_layer_keeps_what_is_said(
     kind: str, num_choosers: int, three_layers: tuple[list[int], list[int]]
