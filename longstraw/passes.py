@@ -253,8 +253,8 @@ class SegmentPasses:
             return
         raise ReplayMismatchError(
             f"{found} would be that of another function. Both runs have the same inputs, so a "
-            "kernel gives other results each time: call torch.use_deterministic_algorithms(True), or choose other kernels "
-            "(experts_implementation='eager' when the model is loaded)."
+            "kernel gives other results each time: call torch.use_deterministic_algorithms(True), "
+            "or choose other kernels (experts_implementation='eager' when the model is loaded)."
         )
 
     # ---------------------------------------------------------------- one pass
