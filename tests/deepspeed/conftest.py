@@ -25,7 +25,7 @@ SLOW = {
 """Launches that `make test` leaves to `make test-slow`; they have most of the jobs.
 
 What stays is every stage once, with ranks that have rows of their own and with ranks that share
-prompts, two families, NF4 at every stage, planted mistakes and memory.
+prompts, two families, NF4 at stages 0 and 3, planted mistakes and memory.
 """
 
 Launched = Callable[[str], Records]

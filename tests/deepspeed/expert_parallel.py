@@ -90,11 +90,11 @@ FEW: dict[str, ExpertJob] = {
     "ZeRO-2, undivided": ExpertJob(_QWEN, 2, ep_size=1),
     "ZeRO-3, LoRA, generation, sp 2": ExpertJob(_GENERATING, 3).shared(),
     "ZeRO-2, sp 2": ExpertJob(_QWEN, 2, saves=True).shared(),
-    "ZeRO-3": ExpertJob(_QWEN, 3),
     "ZeRO-2, glm_moe_dsa, sp 2": ExpertJob(_family("glm_moe_dsa"), 2).shared(),
     "ZeRO-1, experts halved": ExpertJob(_QWEN, 1, fault="halved_experts"),
 }
 MANY: dict[str, ExpertJob] = {
+    "ZeRO-3": ExpertJob(_QWEN, 3),
     "ZeRO-0, clipped by each rank's norm": ExpertJob(_QWEN, 0, fault="own_norms"),
     **{f"ZeRO-{stage}": ExpertJob(_QWEN, stage) for stage in (1, 2)},
     **{f"ZeRO-{stage}, sp 2": ExpertJob(_QWEN, stage).shared() for stage in (0, 1, 3)},

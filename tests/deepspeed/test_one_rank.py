@@ -17,7 +17,8 @@ from tests.deepspeed.one_rank import CELLS, RESULT, jobs
 from tests.trl.parity import TOLERANCE, ModelPath, Outcome, train, worst_parameter
 from tests.trl.ranks import free_port, patience, rank_environment
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Two ranks on the CPU show what one does, and more.
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 Records = Callable[[str], dict[str, dict[str, Any]]]
 
 

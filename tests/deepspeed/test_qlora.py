@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.deepspeed.compare import Record, assert_same, error_of, reference_of
 from tests.deepspeed.conftest import Launched, Truth
 from tests.deepspeed.jobs import WORLD_SIZE
-from tests.deepspeed.qlora_jobs import BF16, FP32, LAUNCH, LAUNCHES, fp32_of
+from tests.deepspeed.qlora_jobs import BF16, FEW, FP32, LAUNCH, LAUNCHES, MORE, fp32_of
+from tests.marks import slow_but
 from tests.trl.parity import ModelPath, Outcome, log_row, train
 
 
@@ -37,16 +38,18 @@ def split(record: Record, right: Outcome) -> tuple[Record, Outcome]:
     return {**record, "after": others(record["after"])}, right
 
 
-@pytest.mark.parametrize("name", FP32)
+@pytest.mark.parametrize("name", slow_but(FEW, FP32))
 def test_nf4_ends_where_one_process_ends(name: str, launched: Launched, truth: Truth) -> None:
     """Each parameter within 1e-4 of its movement, losses and gradient norms to 1e-4; the packed
     weights as they were. Adapters are fp32 here."""
-    record = launched(LAUNCH)[name][0]
+    launch = LAUNCH if name in FEW else MORE
+    record = launched(launch)[name][0]
     assert record["stage"] == FP32[name].stage
     keys = ["kl"] if "reference" in name else []
-    assert_same(name, *split(record, truth(LAUNCH, name)), *keys)
+    assert_same(name, *split(record, truth(launch, name)), *keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BF16)
 def test_bf16_is_as_close_as_stock_trl(
     name: str, launched: Launched, model_path: ModelPath, tmp_path: Path
@@ -55,7 +58,7 @@ def test_bf16_is_as_close_as_stock_trl(
     TRL under the same configuration, against fp32 on the same packed weights."""
     setting = fp32_of(reference_of(BF16[name]))
     right = train(setting, model_path(setting.family, **setting.variant), tmp_path, longstraw=False)
-    records = launched(LAUNCH)
+    records = launched(MORE)
     (error, worst), (budget, budget_worst) = (
         error_of(*split(records[job][0], right)) for job in (name, f"stock, {name}")
     )
@@ -77,10 +80,11 @@ def test_zero_3_holds_its_share_of_the_packed_weights(launched: Launched) -> Non
         assert [rank["found"]["whole"][step] for rank in ranks] == [0, 0]
 
 
-def test_ranks_end_with_the_same_weights_to_the_last_bit(launched: Launched) -> None:
+@pytest.mark.parametrize("launch", [LAUNCH, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_ranks_end_with_the_same_weights_to_the_last_bit(launch: str, launched: Launched) -> None:
     """Gathered under stage 3."""
-    records = launched(LAUNCH)
-    assert records.keys() == LAUNCHES[LAUNCH].keys()
+    records = launched(launch)
+    assert records.keys() == LAUNCHES[launch].keys()
     for name, (first, second) in records.items():
         for parameter, value in first["after"].items():
             assert torch.equal(value, second["after"][parameter]), (name, parameter)

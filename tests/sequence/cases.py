@@ -237,7 +237,7 @@ LAUNCHES: dict[str, dict[str, Case]] = {
 }
 
 
-SLOW = {"dp 1, sp 2, options", "dp 1, sp 3", "dp 1, sp 4"}
+SLOW = {"dp 1, sp 2, options", "dp 1, sp 3", "dp 1, sp 4", "dp 2, sp 1"}
 """Launches that `make test` leaves to `make test-slow`."""
 
 

@@ -86,6 +86,7 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(where: str, together: T
         assert record["works"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_in_one_group_ends_the_update_of_the_other(together: Together) -> None:
     """Two groups of two. Both ranks of the first raise their own error, those of the second that
     they were told of it; then an update with less works on all."""

@@ -11,6 +11,7 @@ import pytest
 
 from longstraw import Engine
 from longstraw.distributed import Layout, Ownership
+from tests.marks import slow_but
 from tests.models import tiny_model
 from tests.sequence import memory_program
 from tests.sequence.conftest import Together
@@ -47,7 +48,7 @@ def chunks_of(prompt_len: int, chunk_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("num_ranks", slow_but([2], SIZES))
 def test_every_rank_holds_its_part_of_the_state(
     num_ranks: int, layout: str, together: Together, alone: dict[str, Any]
 ) -> None:
@@ -63,7 +64,7 @@ def test_every_rank_holds_its_part_of_the_state(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("num_ranks", slow_but([2], SIZES))
 def test_uneven_shares_differ_by_a_token_per_run(
     num_ranks: int, layout: Layout, together: Together, alone: dict[str, Any]
 ) -> None:
@@ -109,7 +110,7 @@ def test_recurrent_state_is_divided_by_heads(together: Together, alone: dict[str
 
 
 @pytest.mark.parametrize("chunk_size", PEAK_CHUNKS)
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("num_ranks", slow_but([2], SIZES))
 def test_a_chunks_tensors_are_divided_but_for_one_layers_queries(
     num_ranks: int, chunk_size: int, together: Together, alone: dict[str, Any]
 ) -> None:
@@ -173,7 +174,11 @@ def expected_bytes(name: str, num_ranks: int) -> dict[str, int]:
 
 
 every_receiving = pytest.mark.parametrize(
-    ("num_ranks", "name"), [(size, name) for size in SIZES for name in receiving(size)]
+    ("num_ranks", "name"),
+    slow_but(
+        [(2, name) for name in receiving(2)],
+        [(size, name) for size in SIZES for name in receiving(size)],
+    ),
 )
 
 
