@@ -265,9 +265,21 @@ def test_other_routing_than_the_models_is_refused(section: dict[str, Any], says:
     config: dict[str, Any] = {
         "expert_parallel": {"enabled": True, "autoep_size": 2, **section},
         "zero_optimization": {"stage": 3},
+        "gradient_clipping": "auto",
     }
     with pytest.raises(ConfigError, match=says):
         check_deepspeed_config(config, arguments())
+
+
+def test_a_reference_model_in_bf16_is_refused_below_stage_3() -> None:
+    """DeepSpeed takes none without an optimizer there, and stumbles with an assertion."""
+    config: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    at_stage = {n: {**config, "zero_optimization": {"stage": n}} for n in (2, 3)}
+    check_divided_experts(at_stage[3], model, arguments(beta=0.1))
+    check_divided_experts(at_stage[2], model, arguments(beta=0.1, bf16=False))
+    with pytest.raises(ConfigError, match="Use stage 3, beta=0, or adapters"):
+        check_divided_experts(at_stage[2], model, arguments(beta=0.1))
 
 
 def test_adapters_that_autoep_does_not_carry_are_refused() -> None:

@@ -24,6 +24,8 @@ Shapes = Sequence[tuple[int, Sequence[int]]]
 RAGGED: Shapes = ((53, (9, 14, 1, 3, 2)), (24, (5, 17)))
 # Prompts and responses with fewer tokens than ranks, and an empty state.
 SHORT: Shapes = ((1, (1, 2)), (2, (3, 1)), (3, (1, 1)), (4, (2, 5)))
+# Passes are many where chunks are of two tokens.
+BRIEF: Shapes = ((23, (9, 4, 1)),)
 LONG_RESPONSES: Shapes = ((31, (41, 7, 29)),)
 
 
@@ -111,7 +113,7 @@ def _hybrids() -> dict[str, Case]:
     """Heads are divided in place of tokens where a layer is recurrent."""
     hybrid = Case("qwen3_5")
     return {
-        "qwen3_5, chunks of 2": hybrid.but(chunk_size=2),
+        "qwen3_5, chunks of 2": Case("qwen3_5", BRIEF).but(chunk_size=2),
         "qwen3_5, zigzag, chunks of 7": hybrid.but(chunk_size=7, **ZIGZAG),
         "qwen3_5, fewer tokens than ranks": Case("qwen3_5", SHORT),
         "qwen3_5, responses of several chunks together": Case("qwen3_5", LONG_RESPONSES).but(
@@ -130,7 +132,7 @@ def _sparse() -> dict[str, Case]:
     """Every rank scores and attends to what it owns of one global selection."""
     sparse = Case("glm_moe_dsa")
     return {
-        "glm_moe_dsa, chunks of 2": sparse.but(chunk_size=2),
+        "glm_moe_dsa, chunks of 2": Case("glm_moe_dsa", BRIEF).but(chunk_size=2),
         "glm_moe_dsa, zigzag, chunks of 7": sparse.but(chunk_size=7, **ZIGZAG),
         "glm_moe_dsa, fewer tokens than ranks": Case("glm_moe_dsa", SHORT),
         "glm_moe_dsa, responses of several chunks together": Case(

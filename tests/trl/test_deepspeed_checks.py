@@ -48,6 +48,7 @@ def arguments(**changes: Any) -> Any:
         "gradient_accumulation_steps": 1,
         "max_grad_norm": 1.0,
         "bf16": True,
+        "beta": 0.0,
         "cast_lm_head_to_fp32": False,
         "ds3_gather_for_generation": True,
         "use_vllm": False,
