@@ -193,7 +193,7 @@ _EVERY_FAMILY = {
 
 
 def _some(*names: str) -> dict[str, Case]:
-    every = {**_EVERY_FAMILY, **_sparse(), **_options()}
+    every = {**_EVERY_FAMILY, **_hybrids(), **_sparse(), **_options()}
     return {name: every[name] for name in names}
 
 
@@ -205,18 +205,20 @@ _TELLING = (
     "qwen3_moe, exact",
     "qwen3_5, exact",
     "qwen3_5, stopped",
+    "qwen3_5, zigzag, chunks of 7",
+    "qwen3_5, fewer tokens than ranks",
+    "qwen3_5, checkpointing, host pages",
     "glm_moe_dsa, exact",
+    "glm_moe_dsa, zigzag, chunks of 7",
+    "glm_moe_dsa, fewer tokens than ranks",
+    "glm_moe_dsa, checkpointing, host pages",
+    "gap measured",
 )
-"""Families whose parts are not those of others."""
+"""Families whose parts are not those of others, and how they are divided."""
 
 LAUNCHES: dict[str, dict[str, Case]] = {
-    "dp 1, sp 2": {
-        **_some(*_TELLING),
-        **_hybrids(),
-        **_sparse(),
-        "gap measured": _options()["gap measured"],
-    },
-    "dp 1, sp 2, options": {**_EVERY_FAMILY, **_options()},
+    "dp 1, sp 2": _some(*_TELLING),
+    "dp 1, sp 2, options": {**_EVERY_FAMILY, **_hybrids(), **_sparse(), **_options()},
     "dp 1, sp 3": _some(
         "zigzag, chunks of 7",
         "fewer tokens than ranks",
