@@ -1,8 +1,8 @@
 """Latent attention over the tokens that were selected for each query.
 
 A layer's state is brought to the device that reads as one table, for the time of one layer's
-attention: what queries select of it lies anywhere. Beside it nothing grows with the history, and
-the work is that of the selected tokens.
+attention: what queries select of it lies anywhere. Beside the table nothing grows with the history,
+and the work is that of the copy and of the selected tokens.
 """
 
 from collections.abc import Iterator, Sequence
