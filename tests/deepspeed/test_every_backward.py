@@ -18,6 +18,7 @@ from tests.trl.ranks import RanksError
 LOST = 1000 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_lost_backwards_are_seen(name: str, launched: Launched, truth: Truth) -> None:
     """The same comparison as in `test_zero`, on trainings that differ in the mistake only."""
@@ -25,6 +26,7 @@ def test_lost_backwards_are_seen(name: str, launched: Launched, truth: Truth) ->
     assert worst[0] > LOST, worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_ANCHOR)
 def test_a_backward_without_an_anchor_raises(name: str, launched: Launched) -> None:
     """ZeRO-3 brings weights together at the top of the graph; a prompt's backward begins below."""

@@ -48,6 +48,7 @@ waiting_for_the_others()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_says_where(tmp_path: Path) -> None:
     """Else a hang under `accelerate launch` would be a test that says nothing."""
     program = tmp_path / "stuck.py"

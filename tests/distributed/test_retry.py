@@ -12,6 +12,8 @@ import pytest
 from tests.distributed.retry_program import STAGES
 from tests.trl.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint(several: tuple[Path, Path]) ->
     assert states == {"longstraw_state_0.pt", "longstraw_state_1.pt"}
 
 
+@pytest.mark.slow
 def test_two_processes_under_zero_resume_and_end_together(
     model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

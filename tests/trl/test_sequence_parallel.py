@@ -1,8 +1,8 @@
 """Ranks that share prompts train as one process does, and do once what is to be done once.
 
-Two launches, of two ranks and of four, run all settings one after the other, since most of their
-time goes into imports. What they are compared with runs here. Tolerances as in `test_parity`: sums
-over the ranks of a group are other orders of the same sums.
+Two launches, of two ranks and (`make test-slow`) of four, run all settings one after the other,
+since most of their time goes into imports. What they are compared with runs here. Tolerances as in
+`test_parity`: sums over the ranks of a group are other orders of the same sums.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow_but
 from tests.trl.parity import (
     BASE,
     TOLERANCE,
@@ -25,6 +26,8 @@ from tests.trl.sequence_parallel import CHAT_VARIANT, FAILURES, GENERATED, PARIT
 
 WORLD_SIZES = {"two": 2, "four": 4}
 EVERYWHERE = [(part, name) for part, settings in PARITY.items() for name in settings]
+# Groups of two by themselves launch ranks in `make test`; two groups of two in `make test-slow`.
+BY_PART = slow_but([case for case in EVERYWHERE if case[0] == "two"], EVERYWHERE)
 
 
 class Launched:
@@ -65,7 +68,7 @@ def assert_equal_weights(records: list[dict[str, Any]]) -> None:
 # ---------------------------------------------------------------- the same training
 
 
-@pytest.mark.parametrize(("part", "name"), EVERYWHERE, ids=[name for _, name in EVERYWHERE])
+@pytest.mark.parametrize(("part", "name"), BY_PART, ids=[name for _, name in EVERYWHERE])
 def test_ranks_that_share_prompts_train_as_stock_trl_on_one_process(
     part: str, name: str, launched: Launched, model_path: ModelPath, tmp_path: Path
 ) -> None:
@@ -101,7 +104,7 @@ def batch_sizes(logs: list[dict[str, float]]) -> list[int]:
     return [round(samples / steps) for samples, steps in speeds]
 
 
-@pytest.mark.parametrize(("part", "name"), EVERYWHERE, ids=[name for _, name in EVERYWHERE])
+@pytest.mark.parametrize(("part", "name"), BY_PART, ids=[name for _, name in EVERYWHERE])
 def test_all_ranks_log_the_same(part: str, name: str, launched: Launched) -> None:
     """So that what is decided by a metric (the best checkpoint, stopping early) is decided alike,
     although the rollout's metrics come from one rank of each group."""
@@ -125,7 +128,10 @@ def test_each_rank_holds_its_part_of_the_prompts(
 # ---------------------------------------------------------------- once per group
 
 
-@pytest.mark.parametrize(("part", "leaders"), [("two", ["0"]), ("four", ["0", "2"])])
+@pytest.mark.parametrize(
+    ("part", "leaders"),
+    [("two", ["0"]), pytest.param("four", ["0", "2"], marks=pytest.mark.slow)],
+)
 def test_rollouts_and_reward_functions_are_called_once_per_group(
     part: str, leaders: list[str], launched: Launched
 ) -> None:
@@ -136,7 +142,7 @@ def test_rollouts_and_reward_functions_are_called_once_per_group(
         assert sorted((folder / name).read_text().split()) == leaders, name
 
 
-@pytest.mark.parametrize("part", WORLD_SIZES)
+@pytest.mark.parametrize("part", slow_but(["two"], WORLD_SIZES))
 def test_what_is_random_is_the_same_on_all_ranks_of_a_group(part: str, launched: Launched) -> None:
     """Completions, rewards and the shuffle: with other ones on some rank, weights would differ, or
     passes would not meet. What a rank reads itself (here each has another word) does not matter.
@@ -149,6 +155,7 @@ def test_what_is_random_is_the_same_on_all_ranks_of_a_group(part: str, launched:
     assert any(records[0]["advantages"])
 
 
+@pytest.mark.slow
 def test_what_a_reward_function_logs_is_counted_once(launched: Launched) -> None:
     """It runs on one rank of each group, so two of the four have nothing to log."""
     first = launched.records("four", "random")[0]
@@ -157,6 +164,7 @@ def test_what_a_reward_function_logs_is_counted_once(launched: Launched) -> None
     assert len(list((launched.part("four") / "random" / "completions").glob("*.parquet"))) > 0
 
 
+@pytest.mark.slow
 def test_groups_count_as_processes_to_trl(launched: Launched) -> None:
     """Four ranks, two to a group: what TRL divides or slices by is per group; what names files or
     waits is per rank."""
