@@ -275,6 +275,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     TASKS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), (*sys.argv, "")[4])
     # Gloo's threads may still hold tensors of the last collective; one that lets go of them while
-    # the interpreter ends takes the process down with it.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    # the interpreter ends takes the process down with it. A single process has no group.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
