@@ -10,6 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402  (after the environment that its users read when imported)
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
 # Operators on tiny tensors spend their time in barriers when they are spread over threads.
 torch.set_num_threads(1)
 

@@ -5,16 +5,16 @@ fp32 (fp64 for fp64 inputs): scores rounded to half precision would make probabi
 some percent.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from . import BlockParams
+from ..lse_merge.reference import merge_lse_
+from .params import BlockParams, Cotangents, PageParams
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: "BlockParams") -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, params: BlockParams) -> tuple[Tensor, Tensor]:
     """See `block_attention`."""
     q, k, v = _widen(q), _widen(k), _widen(v)
     scores = _masked_scores(q, k, params)
@@ -31,7 +31,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    params: "BlockParams",
+    params: BlockParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_attention_backward`."""
     grad_out, q, k, v, out = (_widen(x) for x in (grad_out, q, k, v, out))
@@ -39,6 +39,8 @@ def backward(
     raw = torch.matmul(_group(q, num_kv_heads), k.transpose(-1, -2)) * params.softmax_scale
     capped = raw if params.softcap is None else params.softcap * torch.tanh(raw / params.softcap)
     grouped_lse = _group(lse.unsqueeze(-1), num_kv_heads)
+    # A row that sees no key: exp(-inf - inf) = 0 everywhere instead of NaN.
+    grouped_lse = grouped_lse.masked_fill(grouped_lse == -torch.inf, torch.inf)
     p = torch.exp(_mask(capped, q.shape[-2], params) - grouped_lse)
     grouped_grad = _group(grad_out, num_kv_heads)
     delta = _group((grad_out * out).sum(-1, keepdim=True), num_kv_heads)
@@ -52,14 +54,52 @@ def backward(
     return dq, dk, dv
 
 
-def _masked_scores(q: Tensor, k: Tensor, params: "BlockParams") -> Tensor:
+def forward_over_pages(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    starts: Sequence[int],
+    params: PageParams,
+) -> tuple[Tensor, Tensor]:
+    """See `page_attention`."""
+    pages = zip(keys, values, starts, strict=True)
+    parts = (forward(q, k, v, params.at(start)) for k, v, start in pages)
+    out, lse = next(parts)
+    for part in parts:
+        merge_lse_(out, lse, *part)
+    return out, lse
+
+
+def backward_over_pages(
+    grad_out: Tensor,
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    starts: Sequence[int],
+    out: Tensor,
+    lse: Tensor,
+    params: PageParams,
+    into: Sequence[Cotangents],
+) -> Tensor:
+    """See `page_attention_backward`."""
+    dq = torch.zeros_like(_widen(q))
+    for k, v, start, buffers in zip(keys, values, starts, into, strict=True):
+        part, *gradients = backward(grad_out, q, k, v, out, lse, params.at(start))
+        dq += part
+        if buffers is not None:
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                buffer.add_(gradient)
+    return dq
+
+
+def _masked_scores(q: Tensor, k: Tensor, params: BlockParams) -> Tensor:
     scores = torch.matmul(_group(q, k.shape[1]), k.transpose(-1, -2)) * params.softmax_scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     return _mask(scores, q.shape[-2], params)
 
 
-def _mask(scores: Tensor, num_queries: int, params: "BlockParams") -> Tensor:
+def _mask(scores: Tensor, num_queries: int, params: BlockParams) -> Tensor:
     """`scores` `[B, K, G*T, S]` with -inf where a key must not be seen."""
     if not params.causal and not params.is_windowed:
         return scores

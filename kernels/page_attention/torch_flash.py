@@ -5,19 +5,16 @@ a global one, so a block is exact on its own. It is called below autograd on pur
 autograd the gradient that reaches `lse` is dropped without a word.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from . import BlockParams
+from .params import BlockParams
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, params: "BlockParams") -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, params: BlockParams) -> str | None:
     """The reason why this kernel cannot compute the block, or None if it can."""
     if q.device.type != "cpu":
         return f"it runs on the CPU only and the tensors are on {q.device}"
@@ -32,12 +29,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, params: "BlockParams") -> str | Non
     return None
 
 
-def _is_square_causal(q: Tensor, k: Tensor, params: "BlockParams") -> bool:
+def _is_square_causal(q: Tensor, k: Tensor, params: BlockParams) -> bool:
     # The kernel's causal mask is aligned top-left: row i sees keys 0..i.
     return q.shape[-2] == k.shape[-2] == params.q_len and params.q_start == params.k_start
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: "BlockParams") -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, params: BlockParams) -> tuple[Tensor, Tensor]:
     """See `block_attention`."""
     return _forward(q, k, v, 0.0, params.causal, scale=params.softmax_scale)
 
@@ -49,7 +46,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    params: "BlockParams",
+    params: BlockParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_attention_backward`."""
     return _backward(grad_out, q, k, v, out, lse, 0.0, params.causal, scale=params.softmax_scale)

@@ -155,13 +155,16 @@ def test_a_wheel_can_be_imported(wheel, tmp_path):
 
 def test_the_tested_versions_are_in_the_supported_ranges():
     """Each pin of constraints.txt satisfies setup.cfg, and each need of ours and of the tests is
-    pinned: otherwise the tested set is a different one every day."""
+    pinned: otherwise the tested set is a different one every day. Triton is not: PyTorch's builds
+    for GPUs pin it themselves, and another pin could not be installed beside them."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     config = read_setup_cfg()
     extras = dict(config["options.extras_require"])
     needs = [config["options"]["install_requires"], extras["test"], extras["plot"], extras["demo"]]
     for line in "\n".join(needs).split():
+        if Requirement(line).name == "triton":
+            continue
         assert canonicalize_name(Requirement(line).name) in pins, f"not in constraints.txt: {line}"
     for line in "\n".join([needs[0], *extras.values()]).split():
         requirement = Requirement(line)
