@@ -1,6 +1,7 @@
 """Attention of a chunk over the pages before it and its own keys, with an exact backward.
 
-Pages are read one at a time and never concatenated. They are no autograd inputs: the backward
+Pages are never concatenated: they are read one at a time, or where they lie on the device that
+reads by a kernel that takes the list of them. They are no autograd inputs: the backward
 leaves their gradients on the pages as a side effect. An input would keep every page of the history
 alive on the device for the whole backward, and its gradient would be a tensor as large as the
 history for each chunk.
@@ -14,13 +15,16 @@ from torch import Tensor
 from longstraw_kernels.lse_merge import add_sink, merge_lse_
 from longstraw_kernels.page_attention import (
     BlockParams,
+    PageParams,
     available_impl,
     block_attention,
     block_attention_backward,
+    page_attention,
+    page_attention_backward,
 )
 
 from ..distributed import Travel
-from ..state import LayerHandle, Page
+from ..state import Found, LayerHandle, Page, can_add_in_place, read_together
 from .operands import AttentionOptions, Saved
 from .selected import SelectedRows
 
@@ -154,8 +158,10 @@ class _Blocks:
         self.handle = handle
         self.options = options
         self.batch, _, self.q_len, _ = q.shape
-        preferred = available_impl(q.device) if handle.impl == "auto" else handle.impl
-        self.is_by_definition = preferred == "reference"
+        is_auto = handle.impl == "auto"
+        self.impl = available_impl(q.device, q.dtype) if is_auto else handle.impl
+        # Latents and rotary keys have to be joined, a page at a time.
+        self.at_once = self.impl == "triton" and not options.is_latent
 
     def params(self, k_start: int, causal: bool, rows: slice | None = None) -> BlockParams:
         """Of a block of keys, for all queries or for `rows` of them."""
@@ -169,6 +175,10 @@ class _Blocks:
             window=self.options.window,
             softcap=self.options.softcap,
         )
+
+    def page_params(self) -> PageParams:
+        """Of all queries over pages of the history."""
+        return PageParams.of_block(self.params(0, causal=False))
 
     def visible_pages(self) -> "list[tuple[_Rows, list[Page]]]":
         """Pages the window leaves, those shared by all rows apart from those of each row."""
@@ -208,7 +218,9 @@ class _Blocks:
             everything = self.params(start, causal=True)
             is_masked = self.options.softcap is not None or everything.is_windowed
             size = columns.stop - columns.start
-            if is_masked or self.is_by_definition:
+            if self.impl == "triton":
+                is_masked = True  # which costs it nothing, and parts would be more launches
+            elif is_masked or self.impl == "reference":
                 size = self.handle.store.page_size  # its scores of all keys at once are [T, T']
             for first in range(columns.start, columns.stop, max(size, 1)):
                 part = slice(first, min(first + size, columns.stop))
@@ -328,11 +340,8 @@ class _Rows:
     def attend(self, q: Tensor, pages: list[Page]) -> tuple[Tensor, Tensor] | None:
         """`(out, lse)` over the pages, in the batch's layout; None if there is no page."""
         queries, merged = self._enter(q), None
-        for page, key, value in self.blocks.handle.store.read(pages, q.device, q.dtype):
-            params = self.blocks.params(page.start, causal=False)
-            key, value = self.blocks.options.operands(key, value)
-            part = block_attention(queries, key, value, params, impl=self.blocks.handle.impl)
-            merged = _merged(merged, part)
+        for found in self._read(pages, q):
+            merged = _merged(merged, self._attend(queries, found))
         if merged is None:
             return None
         out, lse = merged
@@ -349,18 +358,67 @@ class _Rows:
             self._enter(saved.lse.unsqueeze(-1)).squeeze(-1),
         )
         total = torch.zeros_like(entered.q, dtype=dq.dtype) if self.fold else dq
-        store = self.blocks.handle.store
-        for page, key, value in store.read(pages, dq.device, saved.q.dtype, with_cotangents=True):
-            params = self.blocks.params(page.start, causal=False)
-            options = self.blocks.options
-            block = options.operands(key, value)
-            part, *gradients = self.blocks.block_backward(entered, *block, params)
-            total += part.to(total.dtype)
-            if page.needs_cotangent:
-                dk, dv = options.gradients(*gradients)
-                store.add_cotangent(page, dk.to(dq.dtype), dv.to(dq.dtype))
+        for found in self._read(pages, saved.q, with_cotangents=True):
+            backward = self._backward_together if self.blocks.at_once else self._backward
+            total += backward(entered, found).to(total.dtype)
         if self.fold:
             dq += self._leave(total)
+
+    def _read(
+        self, pages: list[Page], like: Tensor, with_cotangents: bool = False
+    ) -> Iterator[list[Found]]:
+        """Pages on the device and in the dtype of `like`, as many together as can be read so."""
+        store = self.blocks.handle.store
+        at_once = self.blocks.at_once
+        return read_together(store, pages, like.device, like.dtype, at_once, with_cotangents)
+
+    def _attend(self, q: Tensor, found: list[Found]) -> tuple[Tensor, Tensor]:
+        if self.blocks.at_once:
+            pages, keys, values = zip(*found, strict=True)
+            starts = [page.start for page in pages]
+            params = self.blocks.page_params()
+            return page_attention(q, keys, values, starts, params, impl=self.blocks.impl)
+        ((page, key, value),) = found
+        block = self.blocks.options.operands(key, value)
+        params = self.blocks.params(page.start, causal=False)
+        return block_attention(q, *block, params, impl=self.blocks.handle.impl)
+
+    def _backward(self, saved: Saved, found: list[Found]) -> Tensor:
+        """dQ of one page; leaves dK and dV on it if it needs them."""
+        ((page, key, value),) = found
+        options = self.blocks.options
+        params = self.blocks.params(page.start, causal=False)
+        block = options.operands(key, value)
+        dq, *gradients = self.blocks.block_backward(saved, *block, params)
+        if page.needs_cotangent:
+            dk, dv = (x.to(saved.lse.dtype) for x in options.gradients(*gradients))
+            self.blocks.handle.store.add_cotangent(page, dk, dv)
+        return dq
+
+    def _backward_together(self, saved: Saved, found: list[Found]) -> Tensor:
+        """dQ of some pages; adds dK and dV to the cotangents where they lie, or leaves them."""
+        store = self.blocks.handle.store
+        pages, keys, values = zip(*found, strict=True)
+        in_place = can_add_in_place(store, pages, saved.q.device)
+        into: list[tuple[Tensor, Tensor] | None] = []
+        for page, key, value in found:
+            if not page.needs_cotangent:
+                into.append(None)
+            elif in_place:
+                into.append(store.cotangents_of(page))
+            else:
+                sums = (torch.zeros_like(x, dtype=saved.lse.dtype) for x in (key, value))
+                into.append((next(sums), next(sums)))
+        starts = [page.start for page in pages]
+        params = self.blocks.page_params()
+        dq = page_attention_backward(
+            saved.grad_out, saved.q, keys, values, starts, saved.out, saved.lse, params,
+            into=into, impl=self.blocks.impl,
+        )  # fmt: skip
+        for page, sums in zip(pages, into, strict=True):
+            if sums is not None and not in_place:
+                store.add_cotangent(page, *sums)
+        return dq
 
     def _enter(self, x: Tensor) -> Tensor:
         """`[B, H, T, D]` -> `[1, H, B*T, D]` when folding."""

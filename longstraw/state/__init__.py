@@ -8,6 +8,7 @@ from .reader import CACHE_KWARG, LayerHandle, Reader, RowRun, StateIsComplete
 from .recurrent import ChunkRecurrence, DecodeRecurrence
 from .segment_state import SegmentState
 from .store import PageStore
+from .together import Found, can_add_in_place, read_together
 
 __all__ = [
     "CACHE_KWARG",
@@ -16,6 +17,7 @@ __all__ = [
     "ChunkRecurrence",
     "DecodeCache",
     "DecodeRecurrence",
+    "Found",
     "FreeMemory",
     "IndexKeys",
     "LayerHandle",
@@ -26,6 +28,8 @@ __all__ = [
     "SegmentState",
     "Snapshot",
     "StateIsComplete",
+    "can_add_in_place",
     "cotangent_dtype_for",
     "fingerprint",
+    "read_together",
 ]

@@ -14,13 +14,14 @@ it, and memory is given up only when that is done: until then a page is readable
 Knows pages, files and memory; knows nothing of devices, or of what is computed.
 """
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import torch
 
-from ..errors import PageRoomError
+from ..errors import ConfigError, PageRoomError
 from .page_files import Extent, PageFiles
 from .pages import Page
 from .pinned import HostBuffers
@@ -62,6 +63,19 @@ class Spill:
         self._coming: deque[Page] = deque()
         self._wanted: tuple[bool, bool] = (True, False)
         self._kept: deque[Page] = deque(maxlen=NUM_KEPT)
+
+    @classmethod
+    def of_store(
+        cls, device: torch.device, folder: str | os.PathLike[str], buffers: HostBuffers
+    ) -> "Spill":
+        """Files in `folder` for pages whose home is `device`; see `PageStore` for the errors."""
+        if device.type != "cpu":
+            raise ConfigError(
+                f"spill_dir={str(folder)!r} (longstraw_spill_dir in the trainer) keeps pages in "
+                f"files that exceed host memory, and the pages are on {device}. Put them on "
+                "the host: page_device='host' (longstraw_page_device)."
+            )
+        return cls(PageFiles(folder), buffers)
 
     @property
     def reserved_bytes(self) -> int:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..distributed import SequenceGroup
-from ..errors import ConfigError, MemoryPlanError
+from ..errors import MemoryPlanError
 from . import shortage
 from .free_memory import FreeDisk, FreeMemory
 from .lanes import lanes_between
-from .page_files import PageFiles
 from .pages import Page, Snapshot, cotangent_dtype_for
 from .pinned import HostBuffers, PinnedPool
 from .spill import Spill
@@ -77,7 +76,7 @@ class PageStore:
         self._stagings: dict[torch.device, Staging | None] = {}
         self._spill: Spill | None = None
         if spill_dir is not None:
-            self._spill = self._make_spill(spill_dir)
+            self._spill = Spill.of_store(device, spill_dir, self._buffers)
             self._disk = FreeDisk(self._spill.files.folder)
 
     @classmethod
@@ -98,6 +97,10 @@ class PageStore:
     def describe(self) -> str:
         """Where pages are, for logs."""
         return str(self.device) + (f" and in {self._spill.files.folder}" if self._spill else "")
+
+    def lies_on(self, device: torch.device) -> bool:
+        """Whether every page is read, and its cotangents added to, where it lies on `device`."""
+        return self._spill is None and self.device == device
 
     @property
     def memory_bytes(self) -> int:
@@ -247,22 +250,28 @@ class PageStore:
         """
         if self._spill is not None:
             self._spill.prepare_change(page)
-        if page.key_cotangent is None:
-            before = page.nbytes
-            page.key_cotangent = self._empty_cotangent(page, page.key)
-            page.value_cotangent = self._empty_cotangent(page, page.value)
-            self._account(page.nbytes - before)
+        sums = self.cotangents_of(page)
         staging = self._staging(key_grad.device)
         if staging is not None:
             staging.add_cotangent(page, key_grad, value_grad)
         else:
-            sums = ((page.key_cotangent, key_grad), (page.value_cotangent, value_grad))
-            for target, gradient in sums:
-                assert target is not None
+            for target, gradient in zip(sums, (key_grad, value_grad), strict=True):
                 # Rounded once, to the cotangents' dtype, when the sum is made.
                 target += gradient.to(self.device)
         if page.place is not None and self._spill is not None:
             self._spill.changed(page, page.place.cotangents)
+
+    def cotangents_of(self, page: Page) -> tuple[Tensor, Tensor]:
+        """Where the gradients of a page's readers add up, from now on accounted for.
+
+        A reader may add to them itself where pages lie on its device; see `lies_on`.
+        """
+        if page.key_cotangent is None or page.value_cotangent is None:
+            before = page.nbytes
+            page.key_cotangent = self._empty_cotangent(page, page.key)
+            page.value_cotangent = self._empty_cotangent(page, page.value)
+            self._account(page.nbytes - before)
+        return page.key_cotangent, page.value_cotangent
 
     def visit_cotangents(self, pages: Sequence[Page], device: torch.device) -> Iterator[Page]:
         """Each page in order, for a reader on `device` that calls `add_cotangent` and reads no
@@ -376,15 +385,6 @@ class PageStore:
         return view.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
     # ---------------------------------------------------------------- files
-
-    def _make_spill(self, folder: str | os.PathLike[str]) -> Spill:
-        if self.device.type != "cpu":
-            raise ConfigError(
-                f"spill_dir={str(folder)!r} (longstraw_spill_dir in the trainer) keeps pages in "
-                f"files that exceed host memory, and the pages are on {self.device}. Put them on "
-                "the host: page_device='host' (longstraw_page_device)."
-            )
-        return Spill(PageFiles(folder), self._buffers)
 
     def _begin_visit(self, pages: Sequence[Page], **parts: bool) -> None:
         if self._spill is not None:
