@@ -11,7 +11,7 @@ PIP    := .venv/bin/python -m pip
 READY  := .venv/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart exact-vs-stopped bench test test-slow check format wheel
+.PHONY: help quickstart exact-vs-stopped bench bench-gpu test test-slow check format wheel
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ exact-vs-stopped: $(READY)  ## does the prompt's gradient matter? train with and
 
 bench: $(READY)  ## time and memory of stock TRL and LongStraw side by side: tables, and out/bench.png; options: ARGS="--groups 2,8"
 	.venv/bin/python examples/bench.py --output_dir $(OUT) $(ARGS)
+
+bench-gpu: $(READY)  ## check and time every kernel against its floor, and an update, on one GPU; without one: ARGS=--tiny
+	.venv/bin/python examples/bench_gpu.py --output_dir $(OUT) $(ARGS)
 
 test: $(READY)  ## run the test suite (two CPU cores); for one test: .venv/bin/python -m pytest -k NAME
 	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not ranks and not slow"
