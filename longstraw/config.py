@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .errors import ConfigError
 
 PROMPT_GRADIENTS = ("exact", "stopped")
-ATTENTION_IMPLS = ("auto", "reference", "triton", "torch_flash")
+ATTENTION_IMPLS = ("auto", "reference", "triton", "flash_attn", "torch_flash")
 PAGE_DEVICES = ("model", "host")
 COTANGENT_DTYPES = ("float32", "bfloat16")
 INDEX_TIES = ("first", "last")

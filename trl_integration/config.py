@@ -108,7 +108,7 @@ class LongStrawGRPOConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "Attention implementation; 'auto' takes the fastest that can compute a block.",
-            "choices": ["auto", "reference", "triton", "torch_flash"],
+            "choices": ["auto", "reference", "triton", "flash_attn", "torch_flash"],
         },
     )
     longstraw_index_ties: str = field(

@@ -7,9 +7,9 @@ some keys exact on their own: they never need to see the others.
 `block_attention` reads one block of keys, `page_attention` a list of pages without joining them.
 
 Implementations: `reference` (plain torch, any device and feature), `triton` (a GPU, up to fp32;
-one launch for all pages) and `torch_flash` (torch's fused CPU kernel, blocks only). `impl="auto"`
-looks at device and dtype, and on a CPU at what the block needs; a requested implementation runs or
-raises.
+one launch for all pages), and for blocks only `flash_attn` (that package's, on a GPU, half
+precision) and `torch_flash` (torch's fused CPU kernel). `impl="auto"` takes Triton on a GPU, and on
+a CPU looks at what the block needs; a requested implementation runs or raises.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..availability import TRITON_DTYPES, choose, is_triton_installed
-from . import reference, torch_flash
+from . import flash_attn, reference, torch_flash
 from .params import BlockParams, Cotangents, PageParams, check_cotangents, check_pages
 
 __all__ = [
@@ -34,8 +34,9 @@ __all__ = [
     "page_attention_backward",
 ]
 
-IMPLEMENTATIONS = ("auto", "reference", "torch_flash", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "triton", "flash_attn", "torch_flash")
 PAGE_IMPLEMENTATIONS = ("auto", "reference", "triton")
+_FUSED = {"torch_flash": torch_flash, "flash_attn": flash_attn}
 
 
 def block_attention(
@@ -64,8 +65,8 @@ def block_attention(
     """
     check_pages(q, [k], [v], [params.k_start])
     chosen = _choose(q, k, v, params, impl)
-    if chosen == "torch_flash":
-        return torch_flash.forward(q, k, v, params)
+    if chosen in _FUSED:
+        return _FUSED[chosen].forward(q, k, v, params)
     if chosen == "triton":
         from . import triton
 
@@ -106,8 +107,8 @@ def block_attention_backward(
     """
     check_pages(q, [k], [v], [params.k_start])
     chosen = _choose(q, k, v, params, impl)
-    if chosen == "torch_flash":
-        return torch_flash.backward(grad_out, q, k, v, out, lse, params)
+    if chosen in _FUSED:
+        return _FUSED[chosen].backward(grad_out, q, k, v, out, lse, params)
     if chosen == "triton":
         from . import triton
 
@@ -192,15 +193,17 @@ def page_attention_backward(
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, params: BlockParams, impl: str) -> str:
-    if impl != "torch_flash" and not (impl == "auto" and q.device.type == "cpu"):
+    if impl == "auto" and q.device.type == "cpu":
+        return "torch_flash" if torch_flash.why_not(q, k, v, params) is None else "reference"
+    if impl not in _FUSED:
         return choose(impl, IMPLEMENTATIONS, q, k, v)
-    reason = torch_flash.why_not(q, k, v, params)
-    if impl == "torch_flash" and reason is not None:
+    reason = _FUSED[impl].why_not(q, k, v, params)
+    if reason is not None:
         raise ValueError(
-            f"impl='torch_flash' cannot compute this attention: {reason}. "
-            "Use impl='auto' (takes it where it can) or impl='reference'."
+            f"impl={impl!r} cannot compute this block: {reason}. Use impl='auto' (takes the best "
+            "that can) or impl='reference'."
         )
-    return "torch_flash" if reason is None else "reference"
+    return impl
 
 
 def available_impl(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
