@@ -30,10 +30,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longstraw import Engine, EngineConfig, PromptGroup
 from longstraw_kernels.availability import is_triton_installed
+from longstraw_kernels.index_topk import index_scores
 from longstraw_kernels.page_attention import (
     PageParams,
     page_attention,
     page_attention_backward,
+)
+from longstraw_kernels.selected_attention import (
+    selected_attention,
+    selected_attention_backward,
 )
 
 REPEATS, WARM_UPS = 10, 3
@@ -103,6 +108,8 @@ class Scale:
     responses: tuple[int, int]  # how many, of how many tokens
     rate_size: int
     heads: tuple[tuple[int, int, int], ...]  # query heads, key heads, dim
+    index: tuple[int, int]  # heads and dim of an indexer
+    latent: tuple[int, int, int]  # heads, width of a row, and of its value
 
 
 FULL = Scale(
@@ -116,6 +123,8 @@ FULL = Scale(
     responses=(8, 512),
     rate_size=8192,
     heads=((32, 8, 128), (16, 2, 256)),
+    index=(32, 128),
+    latent=(64, 576, 512),
 )
 TINY = Scale(
     tokens=64,
@@ -128,6 +137,8 @@ TINY = Scale(
     responses=(2, 5),
     rate_size=64,
     heads=((4, 2, 32),),
+    index=(3, 16),
+    latent=(3, 40, 32),
 )
 
 
@@ -251,6 +262,8 @@ def list_operations(device: torch.device, scale: Scale) -> Iterator[Operation]:
     for heads, kv_heads, dim in scale.heads:
         for queries in (scale.queries, 1):
             yield from attention(device, scale, heads, kv_heads, dim, queries)
+    yield scores_of_index(device, scale)
+    yield from attention_to_selected(device, scale)
 
 
 def attention(
@@ -308,6 +321,72 @@ def attention_by_parts(dim: int) -> Compute:
         return [out, lse, dq, *(x for pair in grads for x in pair)]
 
     return compute
+
+
+def scores_of_index(device: torch.device, scale: Scale) -> Operation:
+    """Of a chunk against a block of index keys, as GLM-5 has them."""
+    queries, keys, (heads, dim) = scale.queries, min(2048, scale.tokens), scale.index
+
+    def inputs(queries: int, keys: int) -> list[Tensor]:
+        shapes = (1, queries, heads, dim), (1, keys, dim), (1, queries, heads)
+        return [random(device, *shape) for shape in shapes]
+
+    def compute(inputs: Sequence[Tensor], impl: str) -> Sequence[Tensor]:
+        # The definition computes in fp32, whatever it is given.
+        return [index_scores(*(x.float() for x in inputs), dim**-0.5, impl=impl)]
+
+    q, k, weights = inputs(queries, keys)
+    num_bytes = q.nbytes + k.nbytes + weights.nbytes + 4 * queries * keys
+    return Operation(
+        f"index scores, {heads} heads of {dim}, {queries:,} queries, {keys:,} keys",
+        2 * queries * keys * heads * dim,
+        num_bytes,
+        lambda impl: index_scores(q, k, weights, dim**-0.5, impl=impl),
+        compute,
+        inputs(20, 40),
+    )
+
+
+def attention_to_selected(device: torch.device, scale: Scale) -> Iterator[Operation]:
+    """Over latents of MLA, forward and backward."""
+    (heads, dim, value_dim), selected = scale.latent, min(2048, scale.tokens // 2)
+    queries = scale.queries // 4
+
+    def inputs(queries: int, tokens: int, selected: int) -> list[Tensor]:
+        index = torch.rand(queries, tokens, device=device).topk(selected, dim=-1).indices
+        return [random(device, queries, heads, dim), random(device, tokens, dim), index]
+
+    def compute(inputs: Sequence[Tensor], impl: str) -> Sequence[Tensor]:
+        q, rows, index = inputs
+        found = selected_attention(q, rows, index, dim**-0.5, value_dim, impl=impl)
+        grad = out = found[0].to(q.dtype)
+        backward = selected_attention_backward
+        return [*found, *backward(grad, q, rows, index, out, found[1], dim**-0.5, impl=impl)]
+
+    small = inputs(5, 40, 16)
+    q, rows, index = inputs(queries, scale.tokens, selected)
+    out, lse = torch.zeros_like(q[..., :value_dim]), torch.zeros(q.shape[:2], device=device)
+    pairs = queries * heads * selected
+    num_bytes = queries * selected * rows[0].nbytes + 3 * q.nbytes
+    size = f"{heads} heads of {dim}, {queries:,} queries, {selected:,} of {scale.tokens:,} rows"
+    yield Operation(
+        f"selected attention, {size}",
+        2 * pairs * (dim + value_dim),
+        num_bytes,
+        lambda impl: selected_attention(q, rows, index, dim**-0.5, value_dim, impl=impl),
+        compute,
+        small,
+    )
+    yield Operation(
+        f"its backward, {size}",
+        pairs * (6 * dim + 4 * value_dim),
+        2 * num_bytes + 4 * queries * selected * dim,
+        lambda impl: selected_attention_backward(
+            out, q, rows, index, out, lse, dim**-0.5, impl=impl
+        ),
+        compute,
+        small,
+    )
 
 
 # -------------------------------------------------------------------- a whole update

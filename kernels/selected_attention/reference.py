@@ -70,7 +70,7 @@ def _finite(lse: Tensor) -> Tensor:
 def _scores(q: Tensor, rows: Tensor, index: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """The gathered rows `[N, K, D]`, and the scores `[N, H, K]`."""
     places = index.clamp(min=0).flatten().long()
-    keys = rows.index_select(0, places).to(q.dtype).view(*index.shape, -1)
+    keys = rows.index_select(0, places).to(q.dtype).view(*index.shape, rows.shape[1])
     scores = torch.matmul(q, keys.transpose(-1, -2)) * softmax_scale
     return keys, scores.masked_fill((index < 0).unsqueeze(1), -torch.inf)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from longstraw_kernels.availability import impl_beside
 from longstraw_kernels.selected_attention import selected_attention, selected_attention_backward
 
 from ..state import LayerHandle, Page
@@ -81,6 +82,7 @@ class SelectedRows:
     ) -> None:
         assert options.is_latent, "tokens are selected for latent attention only"
         self.handle, self.options = handle, options
+        self.impl = impl_beside(handle.impl)
         self.own = key, value
         self.latent_dim = key.shape[-1]
         self.num_rows = key.shape[0]
@@ -138,7 +140,12 @@ class SelectedRows:
         """`(out, lse)` of queries `[B, H, T, D]` over what this rank owns of their selection."""
         options, shape = self.options, q.shape
         out, lse = selected_attention(
-            _by_query(q), self._table(q), self.index, options.softmax_scale, self.latent_dim
+            _by_query(q),
+            self._table(q),
+            self.index,
+            options.softmax_scale,
+            self.latent_dim,
+            impl=self.impl,
         )
         out, lse = (x.view(shape[0], shape[2], shape[1], -1) for x in (out, lse))
         return out.transpose(1, 2).contiguous(), lse.squeeze(-1).transpose(1, 2).contiguous()
@@ -154,6 +161,7 @@ class SelectedRows:
             _by_query(saved.out),
             _by_query(saved.lse.unsqueeze(-1)).squeeze(-1),
             self.options.softmax_scale,
+            impl=self.impl,
         )
         self._leave(dtable[: self.num_history])
         dkey, dvalue = (torch.zeros_like(x, dtype=dtable.dtype) for x in self.own)

@@ -13,6 +13,7 @@ and thresholds.
 import torch
 from torch import Tensor
 
+from longstraw_kernels.availability import impl_beside
 from longstraw_kernels.index_topk import RunningTopK, index_scores, thresholds
 
 from ..state import LayerHandle, Page
@@ -69,6 +70,7 @@ class _Scoring:
     ) -> None:
         self.best, self.q, self.weights = best, q, weights
         self.softmax_scale, self.handle = softmax_scale, handle
+        self.impl = impl_beside(handle.impl)
 
     def add_pages(self, pages: list[Page], rows: Tensor | None = None) -> None:
         """Keys that all queries, or those of some rows, come after."""
@@ -105,7 +107,7 @@ class _Scoring:
         is_hidden: Tensor | None = None,
     ) -> None:
         q, weights = (x if rows is None else x[rows] for x in (self.q, self.weights))
-        scores = index_scores(q, keys, weights, self.softmax_scale)
+        scores = index_scores(q, keys, weights, self.softmax_scale, impl=self.impl)
         if is_hidden is not None:
             scores.masked_fill_(is_hidden, -torch.inf)
         self.best.add(scores, positions, rows)

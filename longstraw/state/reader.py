@@ -171,6 +171,7 @@ class ReaderLayer(CacheLayerMixin):
             store=reader.store,
             q_start=self.num_seen,
             own_start=self.start,
+            impl=reader.impl,
             row_runs=reader.index_row_runs.get(self.layer, ()),
             kept=self.kept_selection,
             travel=reader.travel,

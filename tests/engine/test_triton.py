@@ -34,9 +34,10 @@ def errors(family: str, **options) -> tuple[float, float]:
     return found["triton"], found["reference"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "glm_moe_dsa"])
 def test_gradients_are_as_close_to_the_definition_as_plain_attention(family: str) -> None:
-    """Per parameter, with softcap and window (gemma2) and with sinks (gpt_oss)."""
+    """Per parameter, with softcap and window (gemma2), sinks (gpt_oss), latents (deepseek_v3) and a
+    selection of tokens (glm_moe_dsa)."""
     triton, reference = errors(family)
     assert triton <= 2 * (reference + torch.finfo(torch.float32).eps)
 

@@ -4,9 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstraw_kernels.index_topk import RunningTopK, index_scores, reference, thresholds
+from longstraw_kernels.availability import is_triton_installed
+from longstraw_kernels.index_topk import (
+    RunningTopK,
+    index_scores,
+    reference,
+    thresholds,
+)
+from longstraw_kernels.index_topk import (
+    running as running_module,
+)
 
 NUM_KEYS, K = 120, 11
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(not is_triton_installed(), reason="Triton is not installed")
 
 
 def scores_with(ties: str, seed: int = 0) -> Tensor:
@@ -57,6 +68,16 @@ every_tie = pytest.mark.parametrize("ties", ["none", "zeros", "few values", "all
 every_rule = pytest.mark.parametrize("rule", ["first", "last"])
 
 
+@pytest.fixture(params=[False, True], ids=["by sorting", "by keys"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the best are found: the second way is the GPU's."""
+    monkeypatch.setattr(running_module, "_goes_by_key", lambda _: request.param)
+
+
+every_way = pytest.mark.usefixtures("way")
+
+
+@every_way
 @every_rule
 @every_tie
 @pytest.mark.parametrize("size", [1, 7, 16, NUM_KEYS])
@@ -68,6 +89,7 @@ def test_blocks_of_any_size_select_the_same_in_the_same_order(
     assert as_lists(running(scores, rule, cut(size)).positions) == truth(scores, rule)
 
 
+@every_way
 @every_rule
 @every_tie
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -106,6 +128,7 @@ def test_local_selections_would_choose_other_tokens() -> None:
     assert kept == [list(range(K)), []] and local != set(range(K))
 
 
+@every_way
 @every_rule
 def test_rows_may_have_keys_of_their_own(rule: str) -> None:
     """Blocks that only some rows read, between blocks that all do."""
@@ -116,6 +139,132 @@ def test_rows_may_have_keys_of_their_own(rule: str) -> None:
     without = scores.clone()
     without[0, :, 40:80] = -torch.inf
     assert as_lists(best.positions) == truth(without, rule)
+
+
+@every_rule
+def test_keys_are_ordered_as_scores_and_positions_are(rule: str) -> None:
+    """All pairs of the scores that are special in fp32, and of the positions at both ends."""
+    least, largest = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+    values = [-torch.inf, -largest, -1.5, -least, -least / 2, 0.0, least / 2, least, 1.5, largest]
+    pairs = [(score, place) for score in (*values, torch.inf) for place in (0, 1, 2**31 - 1)]
+    pairs.insert(0, (-torch.inf, -1))
+    scores = torch.tensor([score for score, _ in pairs])
+    keys = running_module._keys(
+        scores, torch.tensor([place for _, place in pairs], dtype=torch.int32), rule
+    )
+    sign = 1 if rule == "first" else -1
+    expected = sorted(range(len(pairs)), key=lambda i: (-pairs[i][0], sign * pairs[i][1]))
+    assert keys.argsort(descending=True).tolist() == expected
+    assert keys.unique().numel() == len(pairs)
+
+
+@every_rule
+def test_both_ways_keep_the_same_bits(rule: str) -> None:
+    """Scores too, and where fewer than K were seen; -0.0, infinities and NaN, which is none."""
+    scores = scores_with("zeros")
+    scores[0, :, ::9], scores[1, 2:, 5], scores[1, 3, 7] = torch.nan, torch.inf, -torch.inf
+    kept = []
+    for by_key in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running_module, "_goes_by_key", lambda _, by_key=by_key: by_key)
+            kept.append(running(scores, rule, cut(7)))
+    assert torch.equal(kept[0].positions, kept[1].positions)
+    assert torch.equal(kept[0].scores.view(torch.int32), kept[1].scores.view(torch.int32))
+
+
+@pytest.mark.gpu
+@every_rule
+def test_on_a_gpu_nothing_waits_for_the_device(rule: str) -> None:
+    """A block is added without a copy to the host, and selects what the CPU selects."""
+    scores = scores_with("few values")
+    best = RunningTopK(2, 5, K, rule, scores.dtype, torch.device(DEVICE))
+    parts = [(scores[..., p].to(DEVICE), torch.arange(NUM_KEYS)[p].to(DEVICE)) for p in cut(16)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for part in parts:
+            best.add(*part)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert as_lists(best.positions) == truth(scores, rule)
+
+
+# (batch, rows of keys, queries, keys, heads, head dim): tiles are 16 x 16 in the interpreter.
+SHAPES = {
+    "one of everything": (1, 1, 1, 1, 1, 1),
+    "whole tiles": (1, 1, 16, 32, 2, 16),
+    "padded": (1, 1, 19, 37, 3, 24),
+    "a batch": (2, 2, 5, 17, 3, 8),
+    "keys that rows share": (3, 1, 17, 5, 2, 40),
+}
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    batch, key_rows, queries, keys, heads, dim = shape
+    generator = torch.Generator().manual_seed(3)
+    q, k, weights = (
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+        for size in ((batch, queries, heads, dim), (key_rows, keys, dim), (batch, queries, heads))
+    )
+    return q, k, weights
+
+
+def exact(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
+    """The definition in fp64."""
+    products = torch.einsum("bthd,bsd->bths", q.double(), k.double().expand(q.shape[0], -1, -1))
+    return (weights.double().unsqueeze(-1) * (products * scale).relu()).sum(2)
+
+
+def check(found: Tensor, plain: Tensor, expected: Tensor) -> None:
+    """error <= 2 * (error of the definition in the same dtype + one rounding of the largest)."""
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    rounding = torch.finfo(torch.float32).eps * expected.abs().max()
+    budget = 2 * ((plain - expected).abs().max() + rounding)
+    assert (found - expected).abs().max() <= budget
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_error_is_that_of_the_definition_in_the_same_dtype(shape, scale: float, dtype) -> None:
+    """Products of half precision are exact in fp32: what is left is the rounding of sums. A scale
+    below zero keeps the other half of the products."""
+    given = operands(shape, dtype)
+    plain = index_scores(*given, scale, impl="reference")
+    check(index_scores(*given, scale, impl="triton"), plain, exact(*given, scale))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtypes", [(16, 32, 32), (32, 16, 16), (16, 16, 32)], ids=str)
+def test_operands_of_different_dtypes_are_multiplied_in_the_wider_one(dtypes) -> None:
+    names = {16: torch.bfloat16, 32: torch.float32}
+    given = operands(SHAPES["padded"], torch.float32)
+    given = tuple(x.to(names[bits]) for x, bits in zip(given, dtypes, strict=True))
+    plain = index_scores(*given, 0.3, impl="reference")
+    check(index_scores(*given, 0.3, impl="triton"), plain, exact(*given, 0.3))
+
+
+@needs_triton
+def test_scores_are_all_written_the_same_each_time_from_any_layout(monkeypatch) -> None:
+    q, k, weights = operands(SHAPES["a batch"], torch.float32)
+    first = index_scores(q, k, weights, 0.3, impl="triton")
+    plain_new_empty = Tensor.new_empty
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda *args, **kw: plain_new_empty(*args, **kw).fill_(torch.nan)
+    )
+    lying = [x.transpose(1, -1).contiguous().transpose(1, -1) for x in (q, k, weights)]
+    assert not any(x.is_contiguous() for x in lying)
+    assert torch.equal(index_scores(*lying, 0.3, impl="triton"), first)
+    assert torch.equal(index_scores(q[:, :0], k, weights[:, :0], 0.3, impl="triton"), first[:, :0])
+
+
+@needs_triton
+def test_what_is_no_number_stays_none() -> None:
+    q, k, weights = operands(SHAPES["padded"], torch.float32)
+    k[0, 3, 5] = torch.nan
+    for impl in ("reference", "triton"):
+        found = index_scores(q, k, weights, 0.3, impl=impl).isnan()
+        assert found[..., 3].all() and found.sum() == q.shape[1], impl
 
 
 @pytest.mark.parametrize("tile", [1, 2**24], ids=["one query at a time", "all at once"])
@@ -144,5 +293,15 @@ def test_shapes_and_rules_that_do_not_fit_are_refused() -> None:
         index_scores(q, k[..., :2], weights, 1.0)
     with pytest.raises(ValueError, match="do not fit together"):
         index_scores(q, k, weights[:, :1], 1.0)
+    with pytest.raises(ValueError, match="do not fit together"):
+        index_scores(q, k.expand(2, -1, -1), weights, 1.0)
     with pytest.raises(ValueError, match="ties='lowest' is unknown"):
         RunningTopK(1, 1, 1, "lowest", torch.float32, torch.device("cpu"))
+
+
+def test_implementations_that_cannot_run_are_refused() -> None:
+    given = operands(SHAPES["padded"], torch.float64)
+    with pytest.raises(ValueError, match="choose one of auto, reference, triton"):
+        index_scores(*given, 0.3, impl="flash")
+    with pytest.raises(ValueError, match="impl='triton' cannot run here"):
+        index_scores(*given, 0.3, impl="triton")
