@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
+
+from longstraw_kernels.availability import impl_beside
 
 from .backends import Backend
 from .config import EngineConfig
@@ -353,11 +355,16 @@ class SegmentPasses:
                 targets,
                 self.config.temperature,
                 self.config.logprob_chunk_size,
+                self._head_of,
             )
             return scores.logps, scores.entropies  # what hooks on modules can look into
 
         logps, entropies = self.decoder.at_head(score, output.hidden)
         return TokenScores(travel.gather(logps, dim=1), travel.gather(entropies, dim=1))
+
+    def _head_of(self, hidden: Tensor) -> nn.Linear | None:
+        """The head, where a kernel takes its weight; see `Decoder.plain_head`."""
+        return self.decoder.plain_head(hidden, impl_beside(self.config.attention))
 
     def _travel(self, chunk: Chunk) -> ChunkTravel:
         """How the chunk's tokens are divided over the ranks of the group."""
@@ -422,6 +429,7 @@ class SegmentPasses:
                 self.config.temperature,
                 self.config.logprob_chunk_size,
                 parameters,
+                self._head_of,
             )
 
         root = self.decoder.at_head(anchor, output.hidden)

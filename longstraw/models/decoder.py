@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from longstraw_kernels.availability import choose
+from longstraw_kernels.selective_logprob import IMPLEMENTATIONS as SCORE_IMPLEMENTATIONS
+
 from ..attention import ATTENTION_NAME, attend_with
 from ..errors import DataError
 from ..state import Choices, ChunkCache, StateIsComplete, cotangent_dtype_for
@@ -253,6 +256,25 @@ class Decoder:
             logits = logits.float()
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def plain_head(self, hidden: Tensor, impl: str) -> nn.Linear | None:
+        """The head, if `logits` is a product with its weight alone and Triton's kernels take it.
+
+        None for a head with adapters, a softcap, a copy on another device or under autocast, and
+        where `impl` (see `impl_beside`) computes by the definition. For use as `logits` is.
+        """
+        head = getattr(self._project, "__self__", None)
+        is_plain = getattr(self._project, "__func__", None) is nn.Linear.forward
+        if not is_plain or getattr(self.config, "final_logit_softcapping", None) is not None:
+            return None
+        assert isinstance(head, nn.Linear)
+        with self.autocast():
+            casts = torch.is_autocast_enabled(hidden.device.type) and not self.fp32_head
+        dtype = torch.float32 if self.fp32_head else hidden.dtype
+        if casts or head.weight.dtype != dtype or head.weight.device != hidden.device:
+            return None
+        chosen = choose(impl, SCORE_IMPLEMENTATIONS, head.weight)
+        return head if chosen == "triton" else None
 
     def state_bytes(self, num_tokens: int, with_cotangents: bool) -> int:
         """Bytes of the state that `num_tokens` add up to: keys and values of La attention layers.

@@ -1,7 +1,8 @@
-"""Log-probs and entropies of given tokens, and their backward, a few rows of logits at a time.
+"""Log-probs and entropies of given tokens, and their backward, a few logits at a time.
 
 dL/dlogp and dL/dentropy are known before a replay starts, so each slice of rows is differentiated
-as soon as its logits exist, and its `[rows, V]` tensors are freed before the next slice.
+as soon as its logits exist, and its `[rows, V]` tensors are freed before the next slice. Where the
+head is a plain product and there is a kernel, all rows meet a run of the vocabulary at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from longstraw_kernels.selective_logprob import (
+    TokenResults,
+    selective_logprob,
+    selective_logprob_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,18 @@ class TokenCotangents:
 
 
 LogitsFunction = Callable[[Tensor], Tensor]
+HeadFunction = Callable[[Tensor], nn.Linear | None]
+"""From hidden states the head that a kernel may take; see `Decoder.plain_head`."""
 
 
 @torch.no_grad()
 def score_tokens(
-    logits_of: LogitsFunction, hidden: Tensor, targets: Tensor, temperature: float, num_rows: int
+    logits_of: LogitsFunction,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    num_rows: int,
+    head_of: HeadFunction,
 ) -> TokenScores:
     """Scores of `targets`, without a graph.
 
@@ -62,12 +76,19 @@ def score_tokens(
     Args:
         logits_of: `[n, E]` -> `[n, V]`.
         hidden: `[B, T, E]`; targets: `[B, T]`, negative where there is none.
-        num_rows: rows whose logits exist at a time.
+        num_rows: rows whose logits exist at a time, where no kernel takes the head.
+        head_of: that head, or None.
     """
     targets = targets.to(hidden.device)  # a model split over devices ends on another one
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logps = torch.zeros(targets.shape, dtype=dtype, device=hidden.device).view(-1)
     entropies = torch.zeros_like(logps)
+    head = head_of(hidden)
+    if head is not None:
+        rows = (targets.reshape(-1) >= 0).nonzero().squeeze(-1)
+        results = _score_by_head(head, hidden, targets, rows, temperature)
+        logps[rows], entropies[rows] = results.logps, results.entropies
+        return TokenScores(logps.view(targets.shape), entropies.view(targets.shape))
     for rows in _slices(targets.reshape(-1) >= 0, num_rows):
         z = logits_of(hidden.reshape(-1, hidden.shape[-1])[rows]) / temperature
         logps[rows], entropies[rows] = _score(z, targets.reshape(-1)[rows])
@@ -82,6 +103,7 @@ def score_anchor(
     temperature: float,
     num_rows: int,
     parameters: Sequence[nn.Parameter],
+    head_of: HeadFunction,
 ) -> Tensor:
     """A scalar whose backward is that of the scores; its value is zero and means nothing.
 
@@ -93,11 +115,15 @@ def score_anchor(
         hidden: `[B, T, E]`.
         cotangents: `[B, T]` each.
         parameters: the head's trainable ones.
+        head_of: see `score_tokens`.
     """
 
     def differentiate(hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         if cotangents is None:
             return torch.zeros_like(hidden), [torch.zeros_like(p) for p in parameters]
+        head = head_of(hidden)
+        if head is not None:
+            return _backward_by_head(head, hidden, targets, cotangents, temperature, parameters)
         return _backward_scores(
             logits_of, hidden, targets, cotangents, temperature, num_rows, parameters
         )
@@ -129,16 +155,12 @@ def _backward_scores(
 ) -> tuple[Tensor, list[Tensor]]:
     """dL/dhidden `[B, T, E]`, and dL/dparameters in each parameter's shape."""
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
-    targets, logp_grad = targets.to(flat.device), cotangents.logps.to(flat.device).reshape(-1)
-    entropy_grad = cotangents.entropies
-    if entropy_grad is not None:
-        entropy_grad = entropy_grad.to(flat.device).reshape(-1)
-    wanted = logp_grad != 0 if entropy_grad is None else (logp_grad != 0) | (entropy_grad != 0)
+    targets, logp_grad, entropy_grad, wanted = _flat(flat.device, targets, cotangents)
     grad, totals = torch.zeros_like(flat), [_Total(p) for p in parameters]
-    for rows in _slices(wanted & (targets.reshape(-1) >= 0), num_rows):
+    for rows in _slices(wanted, num_rows):
         with torch.enable_grad():
             leaf = flat[rows].requires_grad_()
-            logps, entropies = _score(logits_of(leaf) / temperature, targets.reshape(-1)[rows])
+            logps, entropies = _score(logits_of(leaf) / temperature, targets[rows])
         roots, root_grads = [logps], [logp_grad[rows].to(logps.dtype)]
         if entropy_grad is not None:
             roots.append(entropies)
@@ -147,6 +169,62 @@ def _backward_scores(
         for total, part in zip(totals, parts, strict=True):
             total.add(part)
     return grad.view(hidden.shape), [total.value() for total in totals]
+
+
+def _backward_by_head(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    cotangents: TokenCotangents,
+    temperature: float,
+    parameters: Sequence[nn.Parameter],
+) -> tuple[Tensor, list[Tensor]]:
+    """As `_backward_scores`, of all rows over runs of the vocabulary."""
+    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    targets, logp_grad, entropy_grad, wanted = _flat(flat.device, targets, cotangents)
+    rows = wanted.nonzero().squeeze(-1)
+    found = selective_logprob_backward(
+        logp_grad[rows],
+        None if entropy_grad is None else entropy_grad[rows],
+        flat[rows].to(head.weight.dtype),
+        head.weight.detach(),
+        targets[rows],
+        _score_by_head(head, hidden, targets, rows, temperature),
+        bias=None if head.bias is None else head.bias.detach(),
+        temperature=temperature,
+        needs_weight=bool(parameters),
+        impl="triton",
+    )
+    grad = torch.zeros_like(flat)
+    grad[rows] = found.hidden.to(grad.dtype)
+    made = {id(head.weight): found.weight, id(head.bias): found.bias}
+    gradients = [made[id(parameter)] for parameter in parameters]
+    return grad.view(hidden.shape), [g for g in gradients if g is not None]
+
+
+def _score_by_head(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, rows: Tensor, temperature: float
+) -> TokenResults:
+    return selective_logprob(
+        hidden.detach().reshape(-1, hidden.shape[-1])[rows].to(head.weight.dtype),
+        head.weight.detach(),
+        targets.reshape(-1)[rows],
+        bias=None if head.bias is None else head.bias.detach(),
+        temperature=temperature,
+        impl="triton",
+    )
+
+
+def _flat(
+    device: torch.device, targets: Tensor, cotangents: TokenCotangents
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Targets, both cotangents, and which rows have a gradient; one row per token, on `device`."""
+    targets, logp_grad = (x.to(device).reshape(-1) for x in (targets, cotangents.logps))
+    entropy_grad, wanted = cotangents.entropies, logp_grad != 0
+    if entropy_grad is not None:
+        entropy_grad = entropy_grad.to(device).reshape(-1)
+        wanted = wanted | (entropy_grad != 0)
+    return targets, logp_grad, entropy_grad, wanted & (targets >= 0)
 
 
 class _Total:

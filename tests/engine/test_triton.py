@@ -5,6 +5,7 @@ import torch
 
 from longstraw import EngineConfig
 from longstraw.attention import paged
+from longstraw.models import scoring
 from longstraw.state import PageStore
 from longstraw_kernels.availability import is_triton_installed
 from tests.engine.compare import (
@@ -74,3 +75,27 @@ def test_pages_on_the_device_are_read_and_added_to_in_one_call(
     is_in_place = cotangent_dtype == "float32"
     assert max(num_pages) == (num_history // 8 if is_in_place else 1)
     assert bool(added) == (not is_in_place)
+
+
+def test_a_plain_head_meets_a_run_of_the_vocabulary_at_a_time(monkeypatch) -> None:
+    """Of all tokens together; a head with a softcap (gemma2) is left to `logits`."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(options["temperature"])
+        return backward(*args, **options)
+
+    backward = scoring.selective_logprob_backward
+    monkeypatch.setattr(scoring, "selective_logprob_backward", counted)
+    groups = random_groups([(9, (5, 4))])
+    gradients = {}
+    for impl in ("triton", "reference"):
+        config = EngineConfig(attention=impl, temperature=0.7, **SIZES)
+        gradients[impl] = engine_gradients(tiny_model("llama"), groups, config)
+        assert calls == ([0.7] * len(calls) if impl == "triton" else [])
+        assert bool(calls) == (impl == "triton")
+        calls.clear()
+    error, name = worst_error(gradients["triton"], gradients["reference"])
+    assert error <= 1e-3, name
+    engine_gradients(tiny_model("gemma2"), groups, EngineConfig(attention="triton", **SIZES))
+    assert not calls
