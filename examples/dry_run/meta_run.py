@@ -216,7 +216,14 @@ def logits_bytes_per_entry() -> float:
     cotangents = TokenCotangents(torch.ones(1, num_rows))
     with PeakTensorBytes() as counter:
         anchor = score_anchor(
-            lambda x: head(x).float(), hidden, targets, cotangents, 1.0, num_rows, []
+            lambda x: head(x).float(),
+            hidden,
+            targets,
+            cotangents,
+            1.0,
+            num_rows,
+            [],
+            lambda x: None,
         )
         anchor.backward()
     return counter.peak_bytes / (num_rows * vocabulary)

@@ -227,7 +227,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "page device": ({"longstraw_page_device": "cpu"}, ("page_device='cpu'", "model, host")),
     "attention": (
         {"longstraw_attention": "flash"},
-        ("attention='flash'", "Did you mean 'torch_flash'"),
+        ("attention='flash'", "Did you mean 'flash_attn'"),
     ),
     "ties of index scores": (
         {"longstraw_index_ties": "frist"},
