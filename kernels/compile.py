@@ -26,7 +26,14 @@ from tqdm import tqdm
 from .availability import is_interpreted, is_triton_installed
 from .specialization import Specialization
 
-OPERATIONS: tuple[str, ...] = ("page_attention",)
+OPERATIONS = (
+    "page_attention",
+    "lse_merge",
+    "index_topk",
+    "selected_attention",
+    "selective_logprob",
+    "page_copy",
+)
 ARCHITECTURES = (80, 90)
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a block may have."""

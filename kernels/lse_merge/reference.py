@@ -1,31 +1,14 @@
-"""The log-sum-exp merge, in plain torch.
-
-Knows two partial results and nothing of pages, ranks or models.
-"""
+"""The log-sum-exp merge, in plain torch."""
 
 import torch
 from torch import Tensor
 
 
 def merge_lse_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge an attention result over other keys into `out` and `lse`, in place.
-
-        softmax over A and B:   lse = logaddexp(lse_A, lse_B)
-                                out = exp(lse_A - lse) * out_A + exp(lse_B - lse) * out_B
+    """See `longstraw_kernels.lse_merge.merge_lse_`.
 
     The two weights add up to 1, so `out` is one `lerp_`; three products and sums in new tensors of
     a chunk's size cost as much as a quarter of the attention itself.
-
-    Either part may cover no key for some row (lse = -inf); that row is then the other part's,
-    and both empty gives zeros. Not meant for autograd: attention over pages has a backward of its
-    own that needs only the merged `out` and `lse`.
-
-    Args:
-        out, lse: `[..., T, D]` and `[..., T]`, the first part, fp32 or fp64. Written to.
-        part_out, part_lse: the second part, same shapes; `part_out` may be in half precision.
-
-    Source:
-        Online softmax: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867.
     """
     merged = torch.logaddexp(lse, part_lse)
     # exp(-inf - -inf) is NaN; an empty row has nothing to weigh, so any finite pivot gives zeros.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..availability import is_interpreted
+from ..launch import innermost_contiguous, power_of_two, to_device
 from ..specialization import Specialization
 from .params import Cotangents, PageParams
 from .triton_kernels import (
@@ -80,7 +81,7 @@ def tiles_for(kernel: str, dim: int, value_dim: int, itemsize: int, num_rows: in
             "dq": Tiles(64, 64, 4, 2),
             "dkv": Tiles(64, 64, 8, 2),
         }[kernel]
-    rows = min(chosen.rows, max(16, _power_of_two(num_rows)))
+    rows = min(chosen.rows, max(16, power_of_two(num_rows)))
     return Tiles(rows, chosen.keys, chosen.num_warps, chosen.num_stages)
 
 
@@ -166,8 +167,8 @@ class _Call:
         # A copy of some queries costs little beside reading all keys, and makes the rows of a key
         # head follow each other. Pages are copied only if their innermost stride is not 1.
         self.q = q.contiguous()
-        self.keys = [_innermost_contiguous(k) for k in keys]
-        self.values = [_innermost_contiguous(v) for v in values]
+        self.keys = [innermost_contiguous(k) for k in keys]
+        self.values = [innermost_contiguous(v) for v in values]
         self.starts, self.params, self.into = list(starts), params, list(into)
         self.dim, self.value_dim = q.shape[-1], values[0].shape[-1]
         self.num_kv_heads = keys[0].shape[1]
@@ -176,7 +177,7 @@ class _Call:
         self.is_windowed = any(params.at(start).is_windowed for start in self.starts)
         rows = [self._entry(index) for index in range(len(self.keys))]
         self.is_aligned = self._is_aligned(rows)
-        self.table = _to_device(torch.tensor(rows, dtype=torch.int64), q.device)
+        self.table = to_device(torch.tensor(rows, dtype=torch.int64), q.device)
 
     def tiles(self, kernel: str) -> Tiles:
         return tiles_for(kernel, self.dim, self.value_dim, self.q.element_size(), self.num_rows)
@@ -198,7 +199,7 @@ class _Call:
         before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         first = (torch.arange(len(before)) - before) * tiles.keys
         found = torch.stack([torch.repeat_interleave(wanted, counts), first], dim=1)
-        return _to_device(found, self.q.device)
+        return to_device(found, self.q.device)
 
     def row_arguments(self) -> dict[str, Any]:
         """Of a kernel whose programs own rows."""
@@ -262,21 +263,6 @@ def _address(x: Tensor | None) -> list[int]:
     return [x.data_ptr(), *strides]
 
 
-def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        table = table.pin_memory()  # from pageable memory the copy would wait for the device
-    return table.to(device, non_blocking=True)
-
-
-def _innermost_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _power_of_two(number: int) -> int:
-    """The least that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _parts(dim: int) -> tuple[int, int]:
     """A head dim in two powers of two, each 0 or at least 16: 576 is 512 and 64, 80 is 64 and 16.
 
@@ -284,7 +270,7 @@ def _parts(dim: int) -> tuple[int, int]:
     """
     main = max(16, 1 << (dim.bit_length() - 1))
     rest = max(dim - main, 0)
-    return main, max(16, _power_of_two(rest)) if rest else 0
+    return main, max(16, power_of_two(rest)) if rest else 0
 
 
 def _constants(dim: int, value_dim: int, tiles: Tiles) -> dict[str, int]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..availability import is_interpreted
-from ..page_attention.triton import _parts, _power_of_two
+from ..launch import power_of_two
+from ..page_attention.triton import _parts
 from ..specialization import Specialization
 from .triton_kernels import (
     _selected_attention_add_kernel,
@@ -73,7 +74,7 @@ def tiles_for(kernel: str, dim: int, itemsize: int, num_heads: int) -> Tiles:
             "dq": Tiles(64, 32, 8, 2),
             "parts": Tiles(32, 32, 8, 2),
         }[kernel]
-    heads = min(chosen.heads, max(16, _power_of_two(num_heads)))
+    heads = min(chosen.heads, max(16, power_of_two(num_heads)))
     return Tiles(heads, chosen.rows, chosen.num_warps, chosen.num_stages)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longstraw_kernels.availability import impl_beside
 from longstraw_kernels.lse_merge import add_sink, merge_lse_
 from longstraw_kernels.page_attention import (
     BlockParams,
@@ -117,21 +118,22 @@ def _attend(
             out, lse = SelectedRows(handle, options, selection, k, v).forward(q)
         else:
             out, lse = _Blocks(handle, options, q).forward(q, k, v)
-        out, lse = _merge_home(handle.travel, out, lse)
+        out, lse = _merge_home(handle, out, lse)
     if sink is not None:
         out, lse = add_sink(out, lse, sink)
     return out.to(query.dtype), lse
 
 
-def _merge_home(travel: Travel, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_home(handle: LayerHandle, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What all ranks found for this rank's queries, merged in the order of ranks."""
+    travel = handle.travel
     if travel.is_local:
         return out, lse
     # Apart, and not as one tensor: side by side would be one more copy of both.
     outs, lses = travel.parts_home(out), travel.parts_home(lse.unsqueeze(-1)).squeeze(-1)
     out, lse = outs[0].clone(), lses[0].clone()  # views would keep what all ranks have sent
     for part in zip(outs[1:], lses[1:], strict=True):
-        merge_lse_(out, lse, *part)
+        merge_lse_(out, lse, *part, impl=impl_beside(handle.impl))
     return out, lse
 
 
@@ -190,6 +192,10 @@ class _Blocks:
         own = [page for page in pages if page.num_rows > 1]
         return [(_Rows(self, fold=True), shared), (_Rows(self, fold=False), own)]
 
+    def merge(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+        """Merge what was found over other keys into `out` and `lse`."""
+        merge_lse_(out, lse, *part, impl=impl_beside(self.handle.impl))
+
     def attend_row_runs(self, q: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge into `out` and `lse` what only some rows read."""
         for run in self.handle.row_runs:
@@ -208,7 +214,7 @@ class _Blocks:
                     found = rows.attend(queries, pages)
                     if found is not None:
                         merged = out[part.rows], lse[part.rows]
-                        merge_lse_(*merged, *found)
+                        self.merge(*merged, found)
                         out[part.rows], lse[part.rows] = merged
 
     def own_blocks(self, num_keys: int) -> Iterator[tuple[slice, slice, BlockParams]]:
@@ -258,7 +264,7 @@ class _Blocks:
         for rows, pages in self.visible_pages():
             part = rows.attend(q, pages)
             if part is not None:
-                merge_lse_(out, lse, *part)
+                self.merge(out, lse, part)
         self.attend_row_runs(q, out, lse)
         return out, lse
 
@@ -285,7 +291,7 @@ class _Blocks:
                 params,
                 impl=self.handle.impl,
             )
-            merge_lse_(out[..., rows, :], lse[..., rows], *part)
+            self.merge(out[..., rows, :], lse[..., rows], part)
         return out, lse
 
     def own_backward(
@@ -341,7 +347,11 @@ class _Rows:
         """`(out, lse)` over the pages, in the batch's layout; None if there is no page."""
         queries, merged = self._enter(q), None
         for found in self._read(pages, q):
-            merged = _merged(merged, self._attend(queries, found))
+            part = self._attend(queries, found)
+            if merged is None:
+                merged = _as_sum(*part)
+            else:
+                self.blocks.merge(*merged, part)
         if merged is None:
             return None
         out, lse = merged
@@ -436,13 +446,3 @@ class _Rows:
 def _as_sum(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """A block's result as the first of a sum: `out` as wide as `lse`."""
     return out.to(lse.dtype), lse
-
-
-def _merged(
-    merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`part` merged into `merged`, which is written to; None is nothing yet."""
-    if merged is None:
-        return _as_sum(*part)
-    merge_lse_(*merged, *part)
-    return merged

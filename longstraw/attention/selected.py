@@ -7,14 +7,16 @@ and the work is that of the copy and of the selected tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from longstraw_kernels.availability import impl_beside
+from longstraw_kernels.page_copy import gather_pages, scatter_add_pages
 from longstraw_kernels.selected_attention import selected_attention, selected_attention_backward
 
-from ..state import LayerHandle, Page
+from ..state import LayerHandle, Page, read_together
 from .operands import AttentionOptions, Saved
 
 _NOWHERE = 2**62
@@ -121,13 +123,15 @@ class SelectedRows:
         if self.num_places == 0:  # a table is read at some place for no token too
             return like.new_zeros(1, width)
         table = like.new_empty(self.num_places, width)
-        latents, rotary = table.split([self.latent_dim, width - self.latent_dim], dim=-1)
+        latents, rotary = self._split(table)
         place = 0
         pages = [page for page, _ in self._pages()]
-        for page, key, value in self.handle.store.read(pages, like.device, like.dtype):
-            run = slice(place, place + page.num_rows * page.num_tokens)
-            latents[run], rotary[run] = key.flatten(0, 2), value.flatten(0, 2)
-            place = run.stop
+        for found in read_together(self.handle.store, pages, like.device, like.dtype, at_once=True):
+            keys, values = ([pair[i].flatten(0, 2) for pair in found] for i in (1, 2))
+            places = list(accumulate(map(len, keys), initial=place))
+            place = places.pop()
+            gather_pages(keys, places, latents, impl=self.impl)
+            gather_pages(values, places, rotary, impl=self.impl)
         for columns, _ in self.own_runs:
             size = (columns.stop - columns.start) * self.num_rows
             run = slice(place, place + size)
@@ -178,14 +182,28 @@ class SelectedRows:
 
     def _leave(self, dtable: Tensor) -> None:
         """Add the history's gradients to the pages that need them."""
-        pages = [page for page, _ in self._pages()]
-        sizes = [page.num_rows * page.num_tokens for page in pages]
-        parts = dict(zip(map(id, pages), dtable.split(sizes), strict=True))
-        store = self.handle.store
-        wanted = [page for page in pages if page.needs_cotangent]
-        for page in store.visit_cotangents(wanted, dtable.device):
-            part = parts[id(page)].view(page.num_rows, 1, page.num_tokens, -1)
-            store.add_cotangent(page, part[..., : self.latent_dim], part[..., self.latent_dim :])
+        store, place, wanted = self.handle.store, 0, []
+        for page, _ in self._pages():
+            if page.needs_cotangent:
+                wanted.append((page, place))
+            place += page.num_rows * page.num_tokens
+        if store.lies_on(dtable.device):
+            sums = [store.cotangents_of(page) for page, _ in wanted]
+            places = [place for _, place in wanted]
+            for part, into in zip(self._split(dtable), zip(*sums, strict=True), strict=False):
+                rows = [x.view(-1, x.shape[-1]) for x in into]
+                scatter_add_pages(part, places, rows, impl=self.impl)
+            return
+        place_of = {id(page): place for page, place in wanted}
+        for page in store.visit_cotangents([page for page, _ in wanted], dtable.device):
+            place = place_of[id(page)]
+            rows = dtable[place : place + page.num_rows * page.num_tokens]
+            parts = self._split(rows.view(page.num_rows, 1, page.num_tokens, -1))
+            store.add_cotangent(page, *parts)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The part of latents and that of rotary keys, of `[.., D]`."""
+        return x[..., : self.latent_dim], x[..., self.latent_dim :]
 
 
 def _by_query(x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class PageStore:
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every page is read, and its cotangents added to, where it lies on `device`."""
-        return self._spill is None and self.device == device
+        return self._spill is None and self.device == device and self._staging(device) is None
 
     @property
     def memory_bytes(self) -> int:

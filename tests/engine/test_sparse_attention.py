@@ -23,11 +23,12 @@ from longstraw import (
     generate,
     generate_rows,
 )
-from longstraw.attention import operands, selection
+from longstraw.attention import operands, selected, selection
 from longstraw.audit import PeakTensorBytes, selections, ties_decided
 from longstraw.models import mla_dsa
 from longstraw.models.mla_dsa import LatentShape
 from longstraw.state import IndexKeys, PageStore, fingerprint
+from longstraw_kernels.page_copy import scatter_add_pages
 from tests.engine.compare import (
     RandomLoss,
     engine_gradients,
@@ -197,7 +198,13 @@ def test_a_lost_cotangent_of_any_part_would_be_seen(
             latent = latent * 0 if lost == "latent" else latent
             original(self, page, latent, rotary * 0 if lost == "rotary" else rotary)
 
+        def lossy_copy(table: Tensor, places: Any, into: Any, **options: Any) -> None:
+            is_latent = into[0].shape[1] == model.config.kv_lora_rank
+            table = table * 0 if is_latent == (lost == "latent") else table
+            scatter_add_pages(table, places, into, **options)
+
         monkeypatch.setattr(PageStore, "add_cotangent", lossy)
+        monkeypatch.setattr(selected, "scatter_add_pages", lossy_copy)
     groups = random_groups([(40, (5, 9))])
     model = tiny_model(family).double()
     expected = full_sequence_gradients(model, groups)
