@@ -32,6 +32,7 @@ RANKS = (
     "deepspeed",
     "distributed",
     "sequence",
+    "test_audit_ranks.py",
     "test_data_parallel.py",
     "test_ds_configs.py",
     "test_resume_ranks.py",

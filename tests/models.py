@@ -3,7 +3,8 @@
 import torch
 import transformers as hf
 from torch import nn
-from torch.overrides import TorchFunctionMode
+
+from longstraw.audit import Float64Islands as Float64Islands
 
 VOCAB = 97
 
@@ -169,19 +170,3 @@ def _randomize(model: nn.Module, seed: int) -> nn.Module:
             if "e_score_correction_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.02)
     return model
-
-
-class Float64Islands(TorchFunctionMode):
-    """Lift what models compute in hard-coded float32 to float64.
-
-    Norms, softmaxes and routers of transformers cast to float32. Lifted, a test in fp64 can tell a
-    mistake (1e-1) from rounding (1e-14); with the casts in place the floor would be 1e-6.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)

@@ -49,7 +49,8 @@ def test_an_unsupported_package_makes_info_fail(capsys, monkeypatch):
 def test_no_command_shows_the_commands_and_a_wrong_one_is_refused(capsys):
     """Both are mistakes of usage: exit code 2."""
     assert main([]) == 2
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
     with pytest.raises(SystemExit, match="2"):
         main(["no-such-command"])
 
