@@ -66,7 +66,8 @@ def tiles_for(kernel: str, dim: int, value_dim: int, itemsize: int, num_rows: in
     elif widest > 128:
         chosen = {
             "forward": Tiles(64, 32, 8, 2),
-            "dq": Tiles(64, 32, 8, 2),
+            # 192 is two parts, 128 and 64, and keeps two of all.
+            "dq": Tiles(64, 32, 8, 2) if widest == 256 else Tiles(64, 16, 8, 2),
             "dkv": Tiles(64, 32, 8, 1),
         }[kernel]
     elif widest > 64:

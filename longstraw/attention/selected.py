@@ -127,7 +127,8 @@ class SelectedRows:
         place = 0
         pages = [page for page, _ in self._pages()]
         for found in read_together(self.handle.store, pages, like.device, like.dtype, at_once=True):
-            keys, values = ([pair[i].flatten(0, 2) for pair in found] for i in (1, 2))
+            keys = [key.flatten(0, 2) for _, key, _ in found]
+            values = [value.flatten(0, 2) for _, _, value in found]
             places = list(accumulate(map(len, keys), initial=place))
             place = places.pop()
             gather_pages(keys, places, latents, impl=self.impl)
