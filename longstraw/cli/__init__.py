@@ -14,11 +14,11 @@ import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import audit, info
+from . import audit, bench, info
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, ModuleType] = {"audit": audit, "info": info}
+COMMANDS: dict[str, ModuleType] = {"audit": audit, "bench": bench, "info": info}
 
 EXIT_CODES = "exit codes: 0 all is well, 1 a check failed, 2 the command was not understood"
 

@@ -33,11 +33,12 @@ A JSON receipt holds all numbers, versions, the commit, hashes of the data and t
 """
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .words import command_line, positive
 
 if TYPE_CHECKING:
     from ..audit.levels import Finding
@@ -52,19 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_ID", help="folder or hub id; default: a tiny random Qwen3")
     add("--data", type=Path, metavar="FILE", help=".txt or .jsonl; see above")
-    add(
-        "--lora-rank", type=_positive, metavar="R", help="train adapters only, on all linear layers"
-    )
+    add("--lora-rank", type=positive, metavar="R", help="train adapters only, on all linear layers")
     add(
         "--prompt-tokens",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[512],
         metavar="P",
         help="prompt lengths, each an audit of its own (512)",
     )
-    add("--response-tokens", type=_positive, default=16, metavar="R", help="most of a reply (16)")
-    add("--group-size", type=_positive, default=4, metavar="G", help="replies to a prompt (4)")
+    add("--response-tokens", type=positive, default=16, metavar="R", help="most of a reply (16)")
+    add("--group-size", type=positive, default=4, metavar="G", help="replies to a prompt (4)")
     add(
         "--dtype",
         choices=DTYPES,
@@ -76,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float64",
         help="of the full-sequence step that is taken for true (float64)",
     )
-    add("--ranks", type=_positive, default=1, metavar="N", help="processes of level 3 (1: not run)")
-    add("--chunk-size", type=_positive, default=128, metavar="C", help="tokens run at a time (128)")
-    add("--page-size", type=_positive, default=64, metavar="S", help="tokens of a page (64)")
+    add("--ranks", type=positive, default=1, metavar="N", help="processes of level 3 (1: not run)")
+    add("--chunk-size", type=positive, default=128, metavar="C", help="tokens run at a time (128)")
+    add("--page-size", type=positive, default=64, metavar="S", help="tokens of a page (64)")
     add(
         "--definition-tokens",
         type=int,
@@ -142,7 +141,7 @@ def _audit(args: argparse.Namespace) -> "Receipt":
                 _print_length(found, options)
     data = {"source": source.name, "sha256": source.sha256}
     made_by = provenance(options.policy.device)
-    return Receipt(_command(args), made_by, options, data, lengths)
+    return Receipt(command_line(args), made_by, options, data, lengths)
 
 
 def _options(args: argparse.Namespace) -> "AuditOptions":
@@ -183,18 +182,6 @@ def _options(args: argparse.Namespace) -> "AuditOptions":
         definition_tokens=args.definition_tokens,
         seed=args.seed,
     )
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command line of these arguments, defaults written out."""
-    words: list[str] = ["longstraw", "audit"]
-    for name, value in vars(args).items():
-        if name == "command" or value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(v) for v in (value if isinstance(value, list) else [value])]
-    return shlex.join(words)
 
 
 def _shows_progress(args: argparse.Namespace) -> bool:
@@ -267,10 +254,3 @@ def _print_verdict(receipt: "Receipt") -> None:
         print(f"shown:     {line}")
     for line in receipt.not_shown():
         print(f"not shown: {line}")
-
-
-def _positive(text: str) -> int:
-    value: Any = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value

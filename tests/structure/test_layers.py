@@ -24,7 +24,7 @@ LAYERS = [
     {"passes", "captured", "branches", "members", "gradient_gap", "refresh", "drift"},
     {"checks", "reports"},
     {"engine"},
-    {"rollout", "planner", "audit"},
+    {"rollout", "planner", "audit", "bench"},
     {"longstraw"},  # the package itself: longstraw/__init__.py names what users import
     {"cli"},
     {"__main__"},
