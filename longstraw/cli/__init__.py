@@ -14,11 +14,16 @@ import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import audit, bench, info
+from . import audit, bench, doctor, info
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, ModuleType] = {"audit": audit, "bench": bench, "info": info}
+COMMANDS: dict[str, ModuleType] = {
+    "audit": audit,
+    "bench": bench,
+    "doctor": doctor,
+    "info": info,
+}
 
 EXIT_CODES = "exit codes: 0 all is well, 1 a check failed, 2 the command was not understood"
 
