@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import audit, bench, doctor, info
+from . import audit, bench, doctor, info, plan, report
 
 __all__ = ["COMMANDS", "main"]
 
@@ -23,6 +23,8 @@ COMMANDS: dict[str, ModuleType] = {
     "bench": bench,
     "doctor": doctor,
     "info": info,
+    "plan": plan,
+    "report": report,
 }
 
 EXIT_CODES = "exit codes: 0 all is well, 1 a check failed, 2 the command was not understood"
