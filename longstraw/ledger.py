@@ -109,6 +109,10 @@ class Ledger:
         """One record per phase that ran, in order: phase, seconds, tokens, peak_bytes, calls."""
         return [asdict(record) for record in self._records.values() if record.calls]
 
+    def peak_bytes(self) -> dict[str, int]:
+        """The highest memory so far in each phase that ran; 0 where the system does not tell."""
+        return {phase: r.peak_bytes for phase, r in self._records.items() if r.calls}
+
     def take_seconds(self) -> dict[str, float]:
         """Seconds per phase since the last call of this method."""
         now = {phase: record.seconds for phase, record in self._records.items()}

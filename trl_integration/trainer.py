@@ -420,6 +420,8 @@ class LongStrawGRPOTrainer(ResumableGRPOTrainer):
         self._log_engine("captures", ledger.num_captures)
         for phase, seconds in ledger.take_seconds().items():
             self._log_engine(f"seconds/{phase}", seconds)
+        for phase, num_bytes in ledger.peak_bytes().items():
+            self._log_engine(f"peak_bytes/{phase}", num_bytes)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)

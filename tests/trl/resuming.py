@@ -57,7 +57,14 @@ VARIANT = TWO_LAYERS
 RESUMED_ON_TWO = (3, 4)
 """Steps that two processes resume from, with `ACCUMULATED`; 4 is between two generations."""
 
-_TIMES = ("runtime", "samples_per_second", "steps_per_second", "step_time", "seconds/")
+_TIMES = (
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+    "step_time",
+    "seconds/",
+    "peak_bytes/",
+)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_measuring_drift_leaves_no_trace_in_trls_metrics(
 
 def comparable(log: dict[str, float]) -> dict[str, float]:
     """What is logged of the training, without times, bytes and the drift itself."""
-    others = ("runtime", "per_second", "step_time", "seconds", "state_bytes", "prompt_drift")
+    others = ("runtime", "per_second", "step_time", "seconds", "_bytes", "prompt_drift")
     return {k: v for k, v in log.items() if not any(other in k for other in others)}
 
 
