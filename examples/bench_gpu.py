@@ -28,55 +28,22 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench_gpu_cases import FULL, TINY, Case, Compute, Scale, list_cases
 from longstraw import Engine, EngineConfig, PromptGroup
 from longstraw_kernels.availability import is_triton_installed
-from longstraw_kernels.index_topk import index_scores
-from longstraw_kernels.page_attention import (
-    PageParams,
-    page_attention,
-    page_attention_backward,
-)
-from longstraw_kernels.selected_attention import (
-    selected_attention,
-    selected_attention_backward,
-)
 
 REPEATS, WARM_UPS = 10, 3
 EXIT_CODES = "exit codes: 0 all is well, 1 an error is too large, 2 there is nothing to run on"
 
 
-Compute = Callable[[Sequence[Tensor], str], Sequence[Tensor]]
-"""From inputs and an `impl`, what is compared."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation at one size.
-
-    Attributes:
-        name: with its size.
-        flops, num_bytes: of the least work that computes it.
-        run: computes it with an `impl`; timed.
-        compute, inputs: the same at a small size, for the check.
-        has_reference: whether the plain definition is timed too; over a long history it takes long.
-    """
-
-    name: str
-    flops: float
-    num_bytes: float
-    run: Callable[[str], object]
-    compute: Compute
-    inputs: Sequence[Tensor]
-    has_reference: bool = True
-
-
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one operation; `floor` is the least that the measured rates allow.
+    """Seconds of one case; `floor` is the least that the measured rates allow.
 
     `error` is in units of what is allowed.
     """
 
+    operation: str
     name: str
     floor: float
     triton: float
@@ -94,54 +61,6 @@ class Step:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of what is timed."""
-
-    tokens: int
-    queries: int
-    page_size: int
-    step_prompts: tuple[int, ...]
-    hidden: int
-    layers: int
-    vocab: int
-    responses: tuple[int, int]  # how many, of how many tokens
-    rate_size: int
-    heads: tuple[tuple[int, int, int], ...]  # query heads, key heads, dim
-    index: tuple[int, int]  # heads and dim of an indexer
-    latent: tuple[int, int, int]  # heads, width of a row, and of its value
-
-
-FULL = Scale(
-    tokens=131_072,
-    queries=4096,
-    page_size=1024,
-    step_prompts=(16_384, 131_072),
-    hidden=2048,
-    layers=16,
-    vocab=32_768,
-    responses=(8, 512),
-    rate_size=8192,
-    heads=((32, 8, 128), (16, 2, 256)),
-    index=(32, 128),
-    latent=(64, 576, 512),
-)
-TINY = Scale(
-    tokens=64,
-    queries=24,
-    page_size=16,
-    step_prompts=(40,),
-    hidden=64,
-    layers=2,
-    vocab=128,
-    responses=(2, 5),
-    rate_size=64,
-    heads=((4, 2, 32),),
-    index=(3, 16),
-    latent=(3, 40, 32),
-)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the tables, and write them as JSON."""
     options = parse(arguments)
@@ -156,9 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     flop_rate, byte_rate = measure_rates(device, scale)
     print(f"{describe(device)}: {flop_rate / 1e12:.3g} TFLOP/s bf16, {byte_rate / 1e9:.3g} GB/s")
     timings = []
-    for operation in tqdm(list_operations(device, scale), unit="operation", disable=None):
-        floor = max(operation.flops / flop_rate, operation.num_bytes / byte_rate)
-        timings.append(time_operation(operation, floor, device))
+    for case in tqdm(list_cases(device, scale), unit="case", disable=None):
+        floor = max(case.flops / flop_rate, case.num_bytes / byte_rate)
+        timings.append(time_case(case, floor, device))
     print(operation_table(timings))
     steps = list(measure_steps(device, scale))
     print(step_table(steps))
@@ -229,14 +148,14 @@ def measure_rates(device: torch.device, scale: Scale) -> tuple[float, float]:
 # -------------------------------------------------------------------- operations
 
 
-def time_operation(operation: Operation, floor: float, device: torch.device) -> Timing:
+def time_case(case: Case, floor: float, device: torch.device) -> Timing:
     """Both implementations, and the error of one."""
     times = {
-        impl: seconds_of(lambda impl=impl: operation.run(impl), device)
-        for impl in (("triton", "reference") if operation.has_reference else ("triton",))
+        impl: seconds_of(lambda impl=impl: case.run(impl), device)
+        for impl in (("triton", "reference") if case.has_reference else ("triton",))
     }
-    error = error_of(operation.compute, operation.inputs)
-    return Timing(operation.name, floor, times["triton"], times.get("reference"), error)
+    error = error_of(case.compute, case.inputs)
+    return Timing(case.operation, case.name, floor, times["triton"], times.get("reference"), error)
 
 
 def error_of(compute: Compute, inputs: Sequence[Tensor]) -> float:
@@ -250,143 +169,6 @@ def error_of(compute: Compute, inputs: Sequence[Tensor]) -> float:
         error = float((ours.double() - exact).abs().max() / (2 * allowed))
         worst = error if error != error or error > worst else worst  # NaN is the worst
     return worst
-
-
-def random(device: torch.device, *shape: int) -> Tensor:
-    """Normal numbers in bf16."""
-    return torch.randn(*shape, device=device).bfloat16()
-
-
-def list_operations(device: torch.device, scale: Scale) -> Iterator[Operation]:
-    """At the sizes of real layers."""
-    for heads, kv_heads, dim in scale.heads:
-        for queries in (scale.queries, 1):
-            yield from attention(device, scale, heads, kv_heads, dim, queries)
-    yield scores_of_index(device, scale)
-    yield from attention_to_selected(device, scale)
-
-
-def attention(
-    device: torch.device, scale: Scale, heads: int, kv_heads: int, dim: int, queries: int
-) -> Iterator[Operation]:
-    """Of a chunk, or of one query, over a long history; of a chunk the backward too."""
-    num_pages = scale.tokens // scale.page_size
-    params = PageParams(dim**-0.5, scale.tokens, queries)
-    starts = [scale.page_size * i for i in range(num_pages)]
-    shape = (1, kv_heads, scale.page_size, dim)
-    q = random(device, 1, heads, queries, dim)
-    keys, values = ([random(device, *shape) for _ in starts] for _ in range(2))
-    into = [
-        tuple(torch.zeros(shape, device=device) for _ in range(2)) for _ in starts if queries > 1
-    ]
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1], device=device)
-
-    def forward(impl: str) -> object:
-        return page_attention(q, keys, values, starts, params, impl=impl)
-
-    def backward(impl: str) -> object:
-        return page_attention_backward(
-            q, q, keys, values, starts, out, lse, params, into=into, impl=impl
-        )
-
-    pairs, page_bytes = heads * queries * scale.tokens * dim, sum(x.nbytes for x in keys + values)
-    compute, small = attention_by_parts(dim), (1, kv_heads, 2 * 48, dim)
-    inputs = [random(device, 1, heads, 40, dim), random(device, *small), random(device, *small)]
-    size = f"{heads}/{kv_heads} heads of {dim}, {queries:,} queries, {scale.tokens:,} keys"
-    yield Operation(
-        f"attention, {size}", 4 * pairs, page_bytes + 6 * q.numel(), forward, compute, inputs
-    )
-    if queries > 1:
-        # Five products. Keys and values are read; their gradients, in fp32, read and written.
-        num_bytes = 5 * page_bytes + 10 * q.numel()
-        yield Operation(f"its backward, {size}", 10 * pairs, num_bytes, backward, compute, inputs)
-
-
-def attention_by_parts(dim: int) -> Compute:
-    """Forward and backward over two pages, of which the second holds the queries' own keys."""
-
-    def compute(inputs: Sequence[Tensor], impl: str) -> Sequence[Tensor]:
-        q, k, v = inputs
-        sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-        pages = k.chunk(2, dim=2), v.chunk(2, dim=2), [0, k.shape[2] // 2]
-        params = PageParams(dim**-0.5, k.shape[2] // 2, q.shape[2], causal=True)
-        out, lse = page_attention(q, *pages, params, impl=impl)
-        grads = [
-            tuple(torch.zeros(x.shape, dtype=sums, device=x.device) for x in pair)
-            for pair in zip(*pages[:2], strict=True)
-        ]
-        dq = page_attention_backward(
-            q, q, *pages, out.to(q.dtype), lse, params, into=grads, impl=impl
-        )
-        return [out, lse, dq, *(x for pair in grads for x in pair)]
-
-    return compute
-
-
-def scores_of_index(device: torch.device, scale: Scale) -> Operation:
-    """Of a chunk against a block of index keys, as GLM-5 has them."""
-    queries, keys, (heads, dim) = scale.queries, min(2048, scale.tokens), scale.index
-
-    def inputs(queries: int, keys: int) -> list[Tensor]:
-        shapes = (1, queries, heads, dim), (1, keys, dim), (1, queries, heads)
-        return [random(device, *shape) for shape in shapes]
-
-    def compute(inputs: Sequence[Tensor], impl: str) -> Sequence[Tensor]:
-        # The definition computes in fp32, whatever it is given.
-        return [index_scores(*(x.float() for x in inputs), dim**-0.5, impl=impl)]
-
-    q, k, weights = inputs(queries, keys)
-    num_bytes = q.nbytes + k.nbytes + weights.nbytes + 4 * queries * keys
-    return Operation(
-        f"index scores, {heads} heads of {dim}, {queries:,} queries, {keys:,} keys",
-        2 * queries * keys * heads * dim,
-        num_bytes,
-        lambda impl: index_scores(q, k, weights, dim**-0.5, impl=impl),
-        compute,
-        inputs(20, 40),
-    )
-
-
-def attention_to_selected(device: torch.device, scale: Scale) -> Iterator[Operation]:
-    """Over latents of MLA, forward and backward."""
-    (heads, dim, value_dim), selected = scale.latent, min(2048, scale.tokens // 2)
-    queries = scale.queries // 4
-
-    def inputs(queries: int, tokens: int, selected: int) -> list[Tensor]:
-        index = torch.rand(queries, tokens, device=device).topk(selected, dim=-1).indices
-        return [random(device, queries, heads, dim), random(device, tokens, dim), index]
-
-    def compute(inputs: Sequence[Tensor], impl: str) -> Sequence[Tensor]:
-        q, rows, index = inputs
-        found = selected_attention(q, rows, index, dim**-0.5, value_dim, impl=impl)
-        grad = out = found[0].to(q.dtype)
-        backward = selected_attention_backward
-        return [*found, *backward(grad, q, rows, index, out, found[1], dim**-0.5, impl=impl)]
-
-    small = inputs(5, 40, 16)
-    q, rows, index = inputs(queries, scale.tokens, selected)
-    out, lse = torch.zeros_like(q[..., :value_dim]), torch.zeros(q.shape[:2], device=device)
-    pairs = queries * heads * selected
-    num_bytes = queries * selected * rows[0].nbytes + 3 * q.nbytes
-    size = f"{heads} heads of {dim}, {queries:,} queries, {selected:,} of {scale.tokens:,} rows"
-    yield Operation(
-        f"selected attention, {size}",
-        2 * pairs * (dim + value_dim),
-        num_bytes,
-        lambda impl: selected_attention(q, rows, index, dim**-0.5, value_dim, impl=impl),
-        compute,
-        small,
-    )
-    yield Operation(
-        f"its backward, {size}",
-        pairs * (6 * dim + 4 * value_dim),
-        2 * num_bytes + 4 * queries * selected * dim,
-        lambda impl: selected_attention_backward(
-            out, q, rows, index, out, lse, dim**-0.5, impl=impl
-        ),
-        compute,
-        small,
-    )
 
 
 # -------------------------------------------------------------------- a whole update
