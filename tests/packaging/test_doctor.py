@@ -134,8 +134,10 @@ def test_every_operation_has_an_implementation_and_a_reason():
     found = {
         item.operation: item for item in list_implementations(torch.device("cpu"), torch.float32)
     }
-    chosen = [found[name].chosen for name in ("index scores", "selected attention", "log-probs")]
-    assert chosen == ["reference"] * 3 and found["attention"].chosen == "torch_flash"
+    assert found.pop("attention").chosen == "torch_flash"
+    ours = {name for name, item in found.items() if item.chosen == "reference"}
+    assert ours == {"merges", "index scores", "selected attention", "log-probs", "page copies"}
+    assert "attention='flash_attn'" in found["flash-attn"].reason
     assert all(item.reason for item in found.values())
     assert "causal-conv1d" in found["its convolution"].reason
 

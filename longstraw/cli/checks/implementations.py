@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longstraw_kernels import index_topk, page_attention, selected_attention, selective_logprob
+from longstraw_kernels import (
+    index_topk,
+    lse_merge,
+    page_attention,
+    page_copy,
+    selected_attention,
+    selective_logprob,
+)
 from longstraw_kernels.availability import (
     choose,
     is_interpreted,
@@ -39,13 +46,19 @@ def list_implementations(device: torch.device, dtype: torch.dtype) -> list[Imple
     why = f"not Triton: {reason}" if reason else "on a GPU"
     found = [Implementation("attention", page_attention.available_impl(device, dtype), why)]
     operations = {
+        "merges": lse_merge,
         "index scores": index_topk,
         "selected attention": selected_attention,
         "log-probs": selective_logprob,
+        "page copies": page_copy,
     }
     for name, module in operations.items():
         chosen = choose("auto", module.IMPLEMENTATIONS, operand)
         found.append(Implementation(name, chosen, why))
+    why_not = _why_not_imported("flash_attn")
+    reason = "never on its own, but on request: attention='flash_attn', "
+    reason += "longstraw_attention in the trainer"
+    found.append(Implementation("flash-attn", why_not or "is installed", reason))
     for name, package, distribution in (
         ("Gated DeltaNet", "fla", "flash-linear-attention"),
         ("its convolution", "causal_conv1d", "causal-conv1d"),
