@@ -224,6 +224,7 @@ class SegmentPasses:
         if roots:
             self.backend.backward(roots, cotangents)
             cache.leave_cotangents()
+        cache.let_go()
         self._check_choices(cache.choices, captured, state, chunk)
         if roots:
             for before in state.lineage():

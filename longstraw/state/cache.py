@@ -114,6 +114,19 @@ class ChunkCache(Cache):
             if isinstance(layer, ChunkRecurrence):
                 layer.leave_cotangents()
 
+    def let_go(self) -> None:
+        """After a backward: hold nothing of the graph any more.
+
+        A checkpointed layer holds this cache, to be run again, and what it adds to the state holds
+        the graph that holds the layer. Where nobody reads that (a window that ends behind it, a
+        last layer) no backward comes through and cuts the circle, and Python's collector sees no
+        more of it than its ends.
+        """
+        for layer in self.layers:
+            setattr(layer, "own", None)  # noqa: B010  (typed as any kind)
+            if isinstance(layer, ChunkLayer):
+                layer.own_index = None
+
 
 class DecodeLayer(ReaderLayer):
     """One layer of a generation: shared pages, and each member's own tokens in a growing buffer."""
