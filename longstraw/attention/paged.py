@@ -226,8 +226,10 @@ class _Blocks:
             size = columns.stop - columns.start
             if self.impl == "triton":
                 is_masked = True  # which costs it nothing, and parts would be more launches
-            elif is_masked or self.impl == "reference":
-                size = self.handle.store.page_size  # its scores of all keys at once are [T, T']
+            elif is_masked or self.impl == "reference" or self.options.is_latent:
+                # The definition, which latents have off the GPU too: its scores of all keys at once
+                # are [T, T'].
+                size = self.handle.store.page_size
             for first in range(columns.start, columns.stop, max(size, 1)):
                 part = slice(first, min(first + size, columns.stop))
                 block = self._causal_block if is_masked else self._parted_block
