@@ -158,17 +158,35 @@ def _backward_scores(
     targets, logp_grad, entropy_grad, wanted = _flat(flat.device, targets, cotangents)
     grad, totals = torch.zeros_like(flat), [_Total(p) for p in parameters]
     for rows in _slices(wanted, num_rows):
-        with torch.enable_grad():
-            leaf = flat[rows].requires_grad_()
-            logps, entropies = _score(logits_of(leaf) / temperature, targets[rows])
-        roots, root_grads = [logps], [logp_grad[rows].to(logps.dtype)]
-        if entropy_grad is not None:
-            roots.append(entropies)
-            root_grads.append(entropy_grad[rows].to(entropies.dtype))
-        grad[rows], *parts = torch.autograd.grad(roots, [leaf, *parameters], root_grads)
+        grads = logp_grad[rows], None if entropy_grad is None else entropy_grad[rows]
+        grad[rows], *parts = _backward_slice(
+            logits_of, flat[rows], targets[rows], *grads, temperature, parameters
+        )
         for total, part in zip(totals, parts, strict=True):
             total.add(part)
     return grad.view(hidden.shape), [total.value() for total in totals]
+
+
+def _backward_slice(
+    logits_of: LogitsFunction,
+    hidden: Tensor,
+    targets: Tensor,
+    logp_grad: Tensor,
+    entropy_grad: Tensor | None,
+    temperature: float,
+    parameters: Sequence[nn.Parameter],
+) -> tuple[Tensor, ...]:
+    """dL/dhidden `[n, E]` and dL/dparameters of some rows; their logits are gone behind it."""
+    with torch.enable_grad():
+        leaf = hidden.requires_grad_()
+        log_p = torch.log_softmax(logits_of(leaf) / temperature, dim=-1)
+        roots = [_logps(log_p, targets)]
+        root_grads = [logp_grad.to(log_p.dtype)]
+        if entropy_grad is not None:  # else not even made: each is another `[n, V]` or two
+            roots.append(_entropies(log_p))
+            root_grads.append(entropy_grad.to(log_p.dtype))
+        del log_p
+    return torch.autograd.grad(roots, [leaf, *parameters], root_grads)
 
 
 def _backward_by_head(
@@ -255,5 +273,12 @@ def _slices(wanted: Tensor, num_rows: int) -> Iterator[Tensor]:
 
 def _score(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(z, dim=-1)
-    logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return logps, -(log_p.exp() * log_p).sum(-1)
+    return _logps(log_p, targets), _entropies(log_p)
+
+
+def _logps(log_p: Tensor, targets: Tensor) -> Tensor:
+    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _entropies(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
