@@ -16,13 +16,17 @@ class PeakTensorBytes(TorchDispatchMode):
 
     Temporaries inside an operator are not seen. Slows every operator down by some microseconds.
 
+    Args:
+        with_meta: also count tensors of the meta device, which have shapes and no bytes.
+
     Attributes:
         live_bytes: held now.
         peak_bytes: most held at any time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_meta: bool = True) -> None:
         super().__init__()
+        self._with_meta = with_meta
         self.live_bytes = 0
         self.peak_bytes = 0
         self._live: dict[int, int] = {}
@@ -37,7 +41,7 @@ class PeakTensorBytes(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor, given: set[int]) -> None:
         key = _storage_id(tensor)
-        if key in self._live or key in given:
+        if key in self._live or key in given or (tensor.is_meta and not self._with_meta):
             return
         storage = tensor.untyped_storage()
         self._live[key] = storage.nbytes()

@@ -4,9 +4,7 @@
 """
 
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import EngineConfig
-from ..errors import RanksAbortedError
+from ..ranks import be_rank, run_ranks
 from .case import AuditCase
 from .levels import Finding
 from .policy import PolicySource
@@ -45,25 +43,7 @@ def steps_of_ranks(
     announce(f"{num_ranks} ranks")
     on_gpus = policy.device.startswith("cuda") and torch.cuda.device_count() >= num_ranks
     policy = replace(policy, device="cuda" if on_gpus else "cpu")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        torch.save((case.to("cpu"), policy, config), folder / "request.pt")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(num_ranks), "-m", "longstraw.audit.ranks", name]
-        environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks))}
-        if not on_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            raise RanksAbortedError(
-                f"{num_ranks} ranks were started and failed ({' '.join(command)}):\n"
-                + done.stderr[-3000:]
-            )
-        records = [
-            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)
-        ]
+    records = run_ranks(__name__, (case.to("cpu"), policy, config), num_ranks, on_gpus=on_gpus)
     results = []
     for label in LAUNCHES:
         digests = [record[label][0] for record in records]
@@ -73,9 +53,10 @@ def steps_of_ranks(
     return results
 
 
-def main(folder: Path) -> None:
-    """One rank: every launch; writes the digests and, on rank 0, the gradients."""
-    case, policy, config = torch.load(folder / "request.pt", weights_only=False)
+def run_rank(
+    case: AuditCase, policy: PolicySource, config: EngineConfig
+) -> dict[str, tuple[str, Step | None]]:
+    """One rank: of every launch the gradients' digest and, on rank 0, the gradients."""
     on_gpu = policy.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -83,7 +64,7 @@ def main(folder: Path) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case = case.to(policy.device)
     model = policy.load()
-    record = {}
+    record: dict[str, tuple[str, Step | None]] = {}
     for label, sp_size in zip(LAUNCHES, (num_ranks, 1), strict=True):
         shares = sp_size == num_ranks
         group, loss = (case.group, case.loss) if shares else case.share(rank, num_ranks)
@@ -92,9 +73,8 @@ def main(folder: Path) -> None:
         )
         gradients = {name: grad.cpu() for name, grad in step.gradients.items()}
         record[label] = (step.sha256, Step(gradients, []) if rank == 0 else None)
-    torch.save(record, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return record
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    be_rank(Path(sys.argv[1]), run_rank)

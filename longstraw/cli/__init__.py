@@ -11,12 +11,14 @@ What only one command needs (torch, transformers) is imported where that command
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from . import audit, bench, doctor, info, plan, report
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "entry", "main"]
 
 COMMANDS: dict[str, ModuleType] = {
     "audit": audit,
@@ -48,6 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     return COMMANDS[args.command].run(args)
+
+
+def entry() -> int:
+    """`main` as a program, whose reader may stop reading (`longstraw plan .. | head`)."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python would try to flush once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `longstraw bench`."""
     add = parser.add_argument
     add("action", nargs="?", choices=("list", "run"), default="list", help="(list)")
-    add("cases", nargs="*", metavar="CASE", help="which to run (all)")
+    add("cases", nargs="*", metavar="CASE", help="which to run (all); before the options")
     add("--model", metavar="DIR_OR_ID", help="folder or hub id; default: a tiny random Qwen3")
     add("--lora-rank", type=positive, metavar="R", help="train adapters only")
     add("--prompt-tokens", type=positive, default=1024, metavar="P", help="(1024)")
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="(float32)")
     add("--chunk-size", type=positive, default=512, metavar="C", help="tokens run at a time (512)")
     add("--page-size", type=positive, default=256, metavar="S", help="tokens of a page (256)")
+    add("--replay-batch", type=positive, metavar="B", help="replies run together (half a chunk's)")
     add("--repeats", type=positive, default=5, metavar="N", help="timed runs of a case (5)")
     add("--device", help="cpu, cuda, ... (a GPU if there is one)")
     add("--json", action="store_true", help="print the records, for programs")
@@ -77,7 +78,9 @@ def _run_cases(args: argparse.Namespace) -> None:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = PolicySource(args.model, args.dtype, args.lora_rank, device)
-    config = EngineConfig(chunk_size=args.chunk_size, page_size=args.page_size)
+    config = EngineConfig(
+        chunk_size=args.chunk_size, page_size=args.page_size, replay_batch=args.replay_batch
+    )
     shape = Shape(args.prompt_tokens, args.response_tokens, args.group_size)
     model = policy.load()
     made_by = provenance(device)

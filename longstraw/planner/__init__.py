@@ -3,7 +3,12 @@
     model_shape, parameters    the sizes of the model
     options                    what is to be run, on what
     terms                      bytes that are held, each with its arithmetic
-    memory                     their sum, and what fits
+    widths, layer_work         what a layer takes while it runs, by coefficients that were counted
+    graph, phases              bytes of a pass, and what is there in each phase
+    memory                     the most of it, and what fits
+    times                      seconds, from rates
+    small, measured            a small update like a planned one, run and counted (imports torch)
+    count_work                 counts the coefficients anew (imports torch)
 
-Knows shapes, bytes and rates; imports neither torch nor transformers.
+Knows shapes, bytes and rates; imports neither torch nor transformers but where it is said.
 """

@@ -107,6 +107,16 @@ class PlanOptions:
         return max(sizes[r] + sizes[-1 - r] for r in range(sp_size))
 
     @property
+    def cotangent_itemsize(self) -> int:
+        """Bytes of a number that later tokens leave on a page."""
+        return 2 if self.engine.cotangent_dtype == "bfloat16" else 4
+
+    @property
+    def page_tokens(self) -> int:
+        """Of a full page, which has no more than one rank's run of a chunk."""
+        return min(self.engine.page_size, self.width(self.engine.chunk_size))
+
+    @property
     def rows_at_a_time(self) -> int:
         """Responses that are replayed together, see `EngineConfig.replay_batch`."""
         rows = self.engine.replay_batch

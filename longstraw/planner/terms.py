@@ -15,6 +15,8 @@ FP32 = 4
 NF4_BLOCK, NF4_BLOCKS_PER_CONSTANT = 64, 256
 """Weights that share a constant, and constants that share one of their own (bitsandbytes)."""
 
+GRADIENTS = "gradients"
+
 
 @dataclass(frozen=True)
 class Term:
@@ -58,13 +60,24 @@ def is_partitioned(shape: ModelShape, options: PlanOptions) -> bool:
     return options.zero_stage >= 2 and trained > FEW_TRAINABLE * count_parameters(shape).total
 
 
-def fixed_terms(shape: ModelShape, options: PlanOptions) -> list[Term]:
-    """Weights, adapters, gradients and optimizer: alike for every prompt."""
-    count = count_parameters(shape)
-    return [
-        *_weight_terms(shape, count, options),
-        *_training_terms(shape, options),
-    ]
+def runs_whole_model(shape: ModelShape, options: PlanOptions) -> bool:
+    """Whether chunks of the prompt run the last layer and the head too, for the collectives there.
+
+    See `DeepSpeedBackend.needs_anchor`; else they end when the last layer has its state.
+    """
+    return options.zero_stage == 3 or options.ep_size > 1 or is_partitioned(shape, options)
+
+
+def fixed_terms(shape: ModelShape, options: PlanOptions, with_gradients: bool = True) -> list[Term]:
+    """Weights, adapters, gradients and optimizer: alike for every prompt.
+
+    Args:
+        with_gradients: whether there are any; the first capture of a step comes before them.
+    """
+    training = _training_terms(shape, options)
+    if not with_gradients:
+        training = [term for term in training if term.name != GRADIENTS]
+    return [*_weight_terms(shape, count_parameters(shape), options), *training]
 
 
 def _weight_terms(shape: ModelShape, count: ParameterCount, options: PlanOptions) -> list[Term]:
@@ -126,7 +139,7 @@ def _training_terms(shape: ModelShape, options: PlanOptions) -> list[Term]:
     parts = ranks if is_partitioned(shape, options) else 1
     by = f" / {parts} ranks" if parts > 1 else ""
     arithmetic = f"{trained:,} x 4 B{by}, added up in fp32"
-    terms.append(Term("gradients", ceil(trained * FP32 / parts), arithmetic))
+    terms.append(Term(GRADIENTS, ceil(trained * FP32 / parts), arithmetic))
     parts = ranks if stage >= 1 else 1
     each = 3 * FP32 if size < FP32 else 2 * FP32
     what = "fp32 weights and Adam's two moments" if size < FP32 else "Adam's two moments"
@@ -161,16 +174,41 @@ def snapshot_bytes(shape: ModelShape, options: PlanOptions, of_cotangents: bool 
     return shape.count(RECURRENT) * (recurrent * FP32 + conv * size)
 
 
-def state_terms(shape: ModelShape, options: PlanOptions, num_tokens: int) -> list[Term]:
-    """Of a prompt, on the rank that owns most of it: keys and values, snapshots, cotangents."""
+def page_bytes(shape: ModelShape, options: PlanOptions) -> int:
+    """Of one layer's full page, with cotangents."""
+    each, _ = token_numel(shape)
+    layers = len(shape.layers) - shape.count(RECURRENT)
+    size = options.itemsize + options.cotangent_itemsize * options.is_exact
+    return options.page_tokens * each // max(layers, 1) * size
+
+
+def state_terms(
+    shape: ModelShape,
+    options: PlanOptions,
+    num_tokens: int,
+    *,
+    with_cotangents: bool = True,
+    name: str = "prompt state",
+    rows: int = 1,
+) -> list[Term]:
+    """Of a run of tokens, on the rank that owns most of it: keys and values, snapshots, cotangents.
+
+    Args:
+        with_cotangents: of an exact gradient; those of responses there are always.
+        rows: runs side by side.
+    """
+    if not num_tokens:
+        return []
     owned, sp_size, size = options.owned(num_tokens), options.engine.sp_size, options.itemsize
-    where = f"{num_tokens:,} tokens" + (f" / {sp_size}" if sp_size > 1 else "")
-    terms = [Term("prompt state", owned * token_bytes(shape, size), "", True)]
-    terms = [Term(t.name, t.num_bytes, _state_arithmetic(shape, size, where), True) for t in terms]
+    many = f"{rows} x " if rows > 1 else ""
+    where = f"{many}{num_tokens:,} tokens" + (f" / {sp_size}" if sp_size > 1 else "")
+    num_bytes = rows * owned * token_bytes(shape, size)
+    terms = [Term(name, num_bytes, _state_arithmetic(shape, size, where), True)]
+    has_backward = options.is_exact or name != "prompt state"
     if shape.count(RECURRENT):
-        terms.append(_snapshot_term(shape, options, num_tokens))
-    if options.is_exact:
-        terms += _cotangent_terms(shape, options, num_tokens, where)
+        terms.append(_snapshot_term(shape, options, num_tokens, rows, has_backward))
+    if with_cotangents and has_backward:
+        terms += _cotangent_terms(shape, options, num_tokens, where, rows)
     return terms
 
 
@@ -186,22 +224,24 @@ def _state_arithmetic(shape: ModelShape, size: int, where: str) -> str:
     return f"{per_token}: {shape.count(ATTENTION)} layers x 2 x {heads} x {dim} x {size} B"
 
 
-def _snapshot_term(shape: ModelShape, options: PlanOptions, num_tokens: int) -> Term:
-    num = ceil(num_tokens / options.engine.chunk_size) if options.is_exact else 1
+def _snapshot_term(
+    shape: ModelShape, options: PlanOptions, num_tokens: int, rows: int, has_backward: bool
+) -> Term:
+    num = rows * (ceil(num_tokens / options.engine.chunk_size) if has_backward else 1)
     each = snapshot_bytes(shape, options)
-    kept = "one per chunk" if options.is_exact else "behind the last chunk"
+    kept = "one per chunk" if has_backward else "behind the last chunk"
     layers, sp_size = shape.count(RECURRENT), options.engine.sp_size
     arithmetic = (
         f"{num:,} ({kept}) x {layers} layers x ({shape.recurrent_numel:,} x 4 B + "
         f"{shape.conv_numel:,} x {options.itemsize} B) / {sp_size}"
     )
-    return Term("snapshots", num * each, arithmetic, options.is_exact)
+    return Term("snapshots", num * each, arithmetic, has_backward)
 
 
 def _cotangent_terms(
-    shape: ModelShape, options: PlanOptions, num_tokens: int, where: str
+    shape: ModelShape, options: PlanOptions, num_tokens: int, where: str, rows: int
 ) -> list[Term]:
-    size = 2 if options.engine.cotangent_dtype == "bfloat16" else FP32
+    size = options.cotangent_itemsize
     terms, windows = [], [layer.window for layer in shape.layers if layer.kind == ATTENTION]
     each, _ = token_numel(shape)
     per_layer = 2 * shape.num_kv_heads * shape.head_dim
@@ -209,12 +249,12 @@ def _cotangent_terms(
     whole = each - per_layer * num_windowed
     if whole:
         arithmetic = f"{whole:,} numbers x {size} B x {where}"
-        num_bytes = options.owned(num_tokens) * whole * size
+        num_bytes = rows * options.owned(num_tokens) * whole * size
         terms.append(Term("cotangents", num_bytes, arithmetic, True))
     if num_windowed:
-        terms.append(_windowed_term(options, num_tokens, windows, per_layer * size))
+        terms.append(_windowed_term(options, num_tokens, windows, rows * per_layer * size))
     if shape.count(RECURRENT):
-        num_bytes = snapshot_bytes(shape, options, of_cotangents=True)
+        num_bytes = rows * snapshot_bytes(shape, options, of_cotangents=True)
         terms.append(Term("cotangents of a snapshot", num_bytes, "one at a time, in fp32"))
     return terms
 

@@ -55,6 +55,14 @@ def test_no_command_shows_the_commands_and_a_wrong_one_is_refused(capsys):
         main(["no-such-command"])
 
 
+def test_who_stops_reading_gets_no_traceback():
+    """As `longstraw bench | head -1` does; here before a line is written."""
+    command = [sys.executable, "-m", "longstraw", "bench"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "BrokenPipe" not in process.stderr.read() and process.wait() == 0
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     """`--help` starts from the command's docstring and ends with the exit codes."""

@@ -70,7 +70,7 @@ def test_planning_imports_no_torch() -> None:
 
 
 def test_what_fits_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    """80 GiB hold the state and its cotangents of 2Mi tokens on 8 ranks, and not of twice that."""
+    """On 8 ranks of 141 GiB; the longest prompt is the last that does."""
     words = ["--model", QWEN, "--sp", "8", *QLORA, *CHUNKS, "--device-gib"]
     status, found = plan(capsys, *words, "141", "--prompt-tokens", "2Mi")
     assert status == 0 and found["fits"]
@@ -86,7 +86,6 @@ def test_what_fits_is_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--sp", "3"], "Set it to one of 1, 2, 4, 8, 16."),
         (["--sp", "8", "--ranks", "12"], "Take --ranks 16"),
-        (["--zero", "4"], "stages 0, 1, 2 and 3"),
         (["--nf4"], "--lora-rank 16"),
         (["--ep", "2", "--ranks", "2"], "0 routed experts"),
         (["--model", "no/such/folder"], "no such file or folder"),
@@ -99,6 +98,74 @@ def test_a_wrong_option_says_what_to_change(
 ) -> None:
     assert main(["plan", "--model", QWEN, "--prompt-tokens", "2Mi", *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_stage_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="stages 0, 1, 2 and 3"):
+        PlanOptions(100, zero_stage=4)
+
+
+def test_the_stage_is_the_lowest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of full fine-tuning on 8 ranks, as there is less and less room; a stage that is asked for
+    stays, and one rank has nothing to divide."""
+    words = ["--model", QWEN, "--prompt-tokens", "8Ki", "--response-tokens", "1Ki"]
+    found = [
+        plan(capsys, *words, "--ranks", "8", "--device-gib", room)[1]["zero_stage"]
+        for room in ("300", "160", "110")
+    ]
+    assert found == [1, 2, 3]
+    assert plan(capsys, *words, "--ranks", "8", "--zero", "2")[1]["zero_stage"] == 2
+    assert plan(capsys, *words)[1]["zero_stage"] == 0
+
+
+def test_the_written_config_is_one_that_the_trainer_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the keys of `ds_configs`, whose files the trainer's tests launch."""
+    path = tmp_path / "zero.json"
+    words = ["--model", QWEN, "--prompt-tokens", "64Ki", "--ranks", "8", "--write", str(path)]
+    for stage in (0, 1, 2, 3):
+        plan(capsys, *words, "--zero", str(stage))
+        theirs = EXAMPLES.parent / "ds_configs" / f"zero{stage}.json"
+        assert json.loads(path.read_text()) == json.loads(theirs.read_text())
+    assert main(["plan", *words[:-1], str(tmp_path / "no" / "file")]) == 2
+    assert "--write" in capsys.readouterr().err
+
+
+def test_pages_in_host_memory_take_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which has to have room for those of all ranks."""
+    words = ["--model", QWEN, "--sp", "8", *QLORA, *CHUNKS, "--prompt-tokens", "2Mi"]
+    words += ["--page-device", "host", "--device-gib", "80"]
+    status, found = plan(capsys, *words)
+    assert status == 0 and found["host_bytes"] > 8 * 48 * GIB
+    assert found["device_bytes"] < plan(capsys, *words[:-4])[1]["device_bytes"] - 40 * GIB
+    assert plan(capsys, *words, "--host-gib", "300")[0] == 1
+
+
+def test_seconds_are_products_over_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the rates, half the time; attention takes four times as long for twice the prompt."""
+    words = ["--model", QWEN, *QLORA, "--prompt-tokens"]
+    times = {
+        name: {time["name"]: time["seconds"] for time in plan(capsys, *words, *more)[1]["times"]}
+        for name, more in {
+            "once": ["1Mi"],
+            "faster": ["1Mi", "--tflops", "700", "--bandwidth", "5"],
+            "longer": ["2Mi"],
+        }.items()
+    }
+    assert set(times["once"]) == {"decoding", "capture", "score", "replay", "prompt backward"}
+    for name, seconds in times["once"].items():
+        assert times["faster"][name] == pytest.approx(seconds / 2)
+    assert 3 < times["longer"]["capture"] / times["once"]["capture"] < 4
+
+
+def test_a_small_update_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """With layers of both kinds of the model, narrower, on this machine."""
+    words = ["--model", QWEN, *QLORA, "--prompt-tokens", "2Ki", "--measure"]
+    status, found = plan(capsys, *words)
+    measured = found["measured"]
+    assert status == 0 and measured["measured_bytes"] > 10_000_000
+    assert abs(measured["error"]) <= 0.05
 
 
 def test_an_unknown_family_names_the_known_ones(tmp_path: Path) -> None:

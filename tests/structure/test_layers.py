@@ -16,7 +16,7 @@ FOLDERS = {"longstraw": "longstraw", "longstraw_kernels": "kernels"}
 FOLDERS |= {"trl_integration": "trl_integration"}
 
 LAYERS = [
-    {"errors", "config", "segments", "ledger"},
+    {"errors", "config", "segments", "ledger", "ranks"},
     {"state", "distributed"},
     {"attention"},
     {"models"},
